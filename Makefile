@@ -1,0 +1,30 @@
+# `make demo` and `make test` do all set-up on a fresh clone. On a machine that has everything: make test PYTHON=python3 VENV=
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+STAMP := $(if $(VENV),$(VENV)/.installed)
+
+.PHONY: demo test test-all figures lint assets bench-kernel real-model
+
+demo: $(STAMP)
+	$(PYTHON) train.py
+
+test: $(STAMP)
+	$(PYTHON) -m pytest -q
+
+$(VENV)/.installed: requirements.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --upgrade -r requirements.txt
+	touch $@
+
+# Heavier evidence, not part of `make test`
+test-all: $(STAMP)
+	$(PYTHON) -m pytest -q -m "slow or not slow"
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+
+assets: $(STAMP)
+	$(PYTHON) assets/make_assets.py
+
+bench-kernel: $(STAMP)
+	$(PYTHON) kernels/bench.py

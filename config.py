@@ -1,0 +1,256 @@
+"""Every knob of a run: one dataclass whose fields are the command line flags and the keys of a recipe.
+
+    python train.py --config recipes/x.yaml --lr 2e-6     flags win over the recipe, the recipe over the defaults
+
+A field left at None takes the default of the chosen algorithm's row in `losses.ALGORITHMS`. The other defaults run
+the embedded tiny model on a laptop CPU; the paper's values are in recipes/justrl2-minicpm5-2b-128k.yaml.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+ROOT = Path(__file__).parent
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says which field, why, and what to do."""
+
+
+def _f(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class Config:
+    """One training run. Units: tokens, steps (one rollout batch each), seconds."""
+
+    # fmt: off
+    # What to train, on what, where to
+    model: str = _f(str(ROOT / "assets/tiny-base"), "Hugging Face directory or hub id of the start policy")
+    data: str = _f(str(ROOT / "assets/train.jsonl"), "training problems: .jsonl, .parquet or hub data set id; prompt and label per row")
+    eval_data: str = _f(str(ROOT / "assets/eval.jsonl"), "held-out problems in the same format; empty: no evaluation")
+    prompt_key: str = _f("prompt", "column of --data that holds the prompt (text, or a list of chat messages)")
+    label_key: str = _f("label", "column of --data that holds the right answer")
+    output_dir: str = _f("", "run directory; empty: a new one under runs/")
+    algorithm: str = _f("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
+    steps: int = _f(30, "rollout steps of the whole run, critic-only steps included")
+    seed: int = _f(0, "seeds data order and sampling")
+    resume: bool = _f(False, "continue the run in --output-dir from its newest checkpoint")
+
+    # Machine
+    device: str = _f("auto", "auto, cpu or cuda")
+    dtype: str = _f("auto", "dtype of activations: float32 or bfloat16; auto: bfloat16 on CUDA, else float32 (masters are always float32)")
+    nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py restarts itself under torchrun")
+    activation_checkpointing: bool = _f(False, "recompute each layer in backward: less memory, a third more compute")
+    max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result")
+
+    # Rollout
+    prompts_per_step: int = _f(24, "kept groups per step")
+    group_size: int | None = _f(None, "responses per problem (default 8)")
+    max_prompt_tokens: int = _f(256, "longer prompts are dropped when the data are read, and counted")
+    max_response_tokens: int = _f(128, "response budget, stop token included")
+    temperature: float = _f(1.0, "sampling temperature; trained log-probs use it too, V never does")
+    think: str = _f("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none")
+    slots: int = _f(64, "responses decoded at the same time per process")
+    dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
+    over_sampling: float = _f(1.0, "groups started per group wanted; the surplus is aborted when enough are kept")
+    max_refills: int = _f(4, "most further rounds of sampling in a step when too few groups were kept")
+    partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")
+
+    # Reward
+    overlong_buffer_tokens: int = _f(0, "the reward falls linearly over the last tokens of the budget; 0: off")
+    overlong_penalty_factor: float = _f(1.0, "largest overlong penalty (reward units)")
+    overlong_filter: bool = _f(False, "leave truncated responses out of the policy loss")
+    verifier_workers: int = _f(1, "grading processes per rank")
+    verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed and the answer counts as wrong")
+
+    # Optimisation
+    epochs_per_step: int = _f(1, "passes over a rollout batch")
+    minibatches_per_step: int = _f(1, "optimizer steps per pass; the paper has 1, so its clips never act")
+    lr: float = _f(5e-4, "policy learning rate, constant (paper, 2B model: 1e-6)")
+    critic_lr: float = _f(1e-3, "critic learning rate (paper, 2B model: 5e-6)")
+    critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup")
+    weight_decay: float = _f(0.1, "AdamW decay of matrices; norms, biases and the value head are not decayed")
+    adam_beta1: float = _f(0.9, "AdamW beta 1")
+    adam_beta2: float = _f(0.98, "AdamW beta 2")
+    adam_eps: float = _f(1e-8, "AdamW epsilon")
+    max_grad_norm: float = _f(1.0, "global gradient norm clip, policy and critic apart")
+
+    # Critic
+    critic_value_bias_init: float = _f(0.5, "expected mean reward: bias of the value head at the start (paper: 0.52)")
+    num_critic_only_steps: int = _f(4, "first steps that train the critic alone (paper: 30); ignored without a critic")
+    critic_updates_per_step: int | None = _f(None, "passes of the critic over a rollout batch, per pass of the policy (default 1)")
+    value_clip: float | None = _f(None, "value clip range around the old value (default 0.2)")
+
+    # Objective: None takes the default of the algorithm's row
+    gamma: float = _f(1.0, "discount per token")
+    gae_lambda: float | None = _f(None, "lambda of GAE, when not length-adaptive")
+    gae_lambda_k: float | None = _f(None, "length-adaptive lambda k**(1/L) for a response of L tokens")
+    gae_lambda_alpha: float | None = _f(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO")
+    whiten_advantages: bool | None = _f(None, "advantages to mean 0, variance 1 over the tokens of the step")
+    group_center: bool | None = _f(None, "subtract the other members' mean surprise from each member (leave-one-out)")
+    std_normalize: bool | None = _f(None, "divide group advantages by the group's standard deviation")
+    std_ddof: int = _f(0, "that deviation's divisor is G - std_ddof: 0 population, 1 sample")
+    ratio_level: str | None = _f(None, "what the objective compares: token, sequence (GSPO) or sequence-token")
+    clip_low: float | None = _f(None, "ratio clip: 1 - clip_low")
+    clip_high: float | None = _f(None, "ratio clip: 1 + clip_high")
+    dual_clip: float | None = _f(None, "bound on ratio * |A| for A < 0 (above 1); unset: off")
+    sapo_tau_pos: float | None = _f(None, "temperature of SAPO's gate for A > 0")
+    sapo_tau_neg: float | None = _f(None, "temperature of SAPO's gate for A < 0")
+    aggregation: str | None = _f(None, "token-mean, seq-mean-token-mean, seq-mean-token-sum-norm or prompt-mean")
+    is_mode: str | None = _f(None, "weight exp(old - rollout log-prob): none, tis (clamped) or icepop (0 outside the window)")
+    is_low: float | None = _f(None, "lower edge of the importance weight's window (default 0.5)")
+    is_high: float | None = _f(None, "upper edge of the importance weight's window (default 5)")
+    opsm_delta: float | None = _f(None, "drop tokens with A < 0 of responses whose mean(old - new log-prob) exceeds this; unset: off")
+    kl_coef: float = _f(0.0, "coefficient of the KL to the start policy in the loss")
+    kl_estimator: str = _f("k3", "k1, k2, k3, or k3_is (importance-corrected)")
+    entropy_coef: float = _f(0.0, "coefficient of the entropy bonus (its gradient is live)")
+    entropy_control: str = _f("none", "none, or clip_cov / kl_cov: detach / hold the tokens that lower entropy most")
+    cov_fraction: float = _f(2e-4, "share of tokens that entropy_control acts on")
+    cov_kl_coef: float = _f(1.0, "coefficient of kl_cov's penalty")
+
+    # Books
+    save_every: int = _f(10, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = _f(2, "newest checkpoints kept; 0: all")
+    eval_every: int = _f(10, "steps between held-out evaluations; 0: only before and after")
+    eval_samples: int = _f(4, "responses per held-out problem")
+    log_samples: int = _f(8, "responses per step written to rollouts.jsonl; -1: all")
+    # fmt: on
+
+    def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
+        """A checked copy in which every None took its row's default; `algorithms` is `losses.ALGORITHMS`."""
+        if self.algorithm not in algorithms:
+            raise ConfigError(f"--algorithm {self.algorithm} is unknown; choose one of {', '.join(algorithms)}.")
+        row = algorithms[self.algorithm]
+        defaults = COMMON | row.defaults
+        config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
+        config._check(row)
+        return config
+
+    def _check(self, row: Any) -> None:
+        positive = "steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens "
+        positive += "max_response_tokens temperature slots over_sampling verifier_workers verifier_timeout_s "
+        positive += "epochs_per_step minibatches_per_step critic_updates_per_step max_grad_norm eval_samples gamma"
+        for name in positive.split():
+            _require(getattr(self, name) > 0, name, f"is {getattr(self, name)}; it must be above 0")
+        not_negative = "lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills "
+        not_negative += "overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every keep_checkpoints"
+        for name in not_negative.split():
+            _require(getattr(self, name) >= 0, name, f"is {getattr(self, name)}; it must not be negative")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            _require(value is None or value in choices, name, f"is {value!r}; choose one of {', '.join(choices)}")
+        _require(
+            self.overlong_buffer_tokens < self.max_response_tokens,
+            "overlong_buffer_tokens",
+            f"({self.overlong_buffer_tokens}) must be below max_response_tokens ({self.max_response_tokens}): "
+            "the paper uses a fifth of the budget",
+        )
+        _require(
+            self.group_size > 1 or row.critic,
+            "group_size",
+            f"is 1, but {self.algorithm} compares the responses of a group and would learn nothing; use at "
+            "least 2, or an algorithm with a critic",
+        )
+        _require(
+            self.group_size > 1 or not self.dynamic_sampling,
+            "dynamic_sampling",
+            "drops every group of one response; set --no-dynamic-sampling or a larger --group-size",
+        )
+        _require(
+            self.gae_lambda_k is None or 0 < self.gae_lambda_k <= 1, "gae_lambda_k", "must be in (0, 1]"
+        )
+        _require(
+            self.gae_lambda_k is None or self.gamma == 1,
+            "gamma",
+            "must be 1 with a length-adaptive lambda (gae_lambda_k): its value target is the undiscounted reward",
+        )
+        _require(
+            not row.critic or self.num_critic_only_steps < self.steps,
+            "num_critic_only_steps",
+            f"({self.num_critic_only_steps}) must be below steps ({self.steps}), or the policy never trains",
+        )
+        _require(
+            self.minibatches_per_step <= self.prompts_per_step * self.group_size,
+            "minibatches_per_step",
+            "exceeds the number of responses in a step",
+        )
+        _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
+        if self.partial_rollout:
+            _require(
+                self.over_sampling > 1,
+                "partial_rollout",
+                "resumes what over-sampling aborts; set --over-sampling above 1 as well",
+            )
+        if self.is_low is not None and self.is_high is not None:
+            _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
+        if self.resume:
+            _require(bool(self.output_dir), "resume", "needs --output-dir, the run to continue")
+
+
+# What a field left at None is in every row that does not say otherwise.
+COMMON = {
+    "group_size": 8,
+    "dynamic_sampling": True,
+    "critic_updates_per_step": 1,
+    "value_clip": 0.2,
+    "is_low": 0.5,
+    "is_high": 5.0,
+}
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "think": ("auto", "require", "none"),
+    "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"),
+    "is_mode": ("none", "tis", "icepop"),
+    "ratio_level": ("token", "sequence", "sequence-token"),
+    "entropy_control": ("none", "clip_cov", "kl_cov"),
+    "kl_estimator": ("k1", "k2", "k3", "k3_is"),
+}
+
+
+def _require(condition: bool, name: str, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(f"--{name.replace('_', '-')} {sentence}.")
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """Fields of a YAML recipe; an unknown key or an unreadable file is a ConfigError."""
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"--config {path} holds no `field: value` lines.")
+    known = {f.name: f for f in fields(Config)}
+    if unknown := sorted(recipe.keys() - known.keys()):
+        raise ConfigError(f"--config {path} has unknown fields: {', '.join(map(str, unknown))}.")
+    return recipe
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """Config from flags and an optional --config recipe; raises ConfigError, exits with usage on a bad value."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", help="YAML recipe of the fields below")
+    known, rest = first.parse_known_args(argv)
+    parser = HfArgumentParser(Config, allow_abbrev=False, parents=[first])
+    # The parser knows --no-x only for fields that are True by default; a None becomes False the same way.
+    negated = {f"--no{sep}{f.name.replace('_', sep)}": f.name for f in fields(Config) if f.default is None for sep in "-_"}
+    rest = [f"--{negated[flag]}=false" if flag in negated else flag for flag in rest]
+    recipe = read_recipe(known.config) if known.config else {}
+    # As flags in front of the user's own: one parser converts both, and the later one wins.
+    flags = [f"--{name}={value}" for name, value in recipe.items() if value is not None]
+    config, *_, unknown = parser.parse_args_into_dataclasses(
+        args=flags + rest, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise ConfigError(f"unknown arguments: {' '.join(unknown)}; `--help` lists the flags.")
+    return config

@@ -1,0 +1,291 @@
+"""Problems in, training tensors out: data files, chat template, resumable order, `Rollout`, and `pack`.
+
+`pack` is the one place where tokens are shifted: after it, index t of every per-token tensor means "action
+`targets[t]`, taken in the state before it".
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+
+@dataclass
+class Problem:
+    """One verifiable problem; `index` is its row among the kept problems of its file."""
+
+    id: str
+    index: int
+    prompt: str  # as the model sees it, after the chat template
+    prompt_ids: list[int]
+    label: str
+
+
+@dataclass
+class Rollout:
+    """One sampled response, finished or not; ids and log-probs are the sampler's own, never re-tokenised."""
+
+    problem: Problem
+    group: int  # number of the draw that put the problem on the table; unique in a run
+    sample_index: int
+    key: int  # of the counter-based random numbers: a hash of (seed, step, problem, sample)
+    response_ids: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)  # policy updates behind each token
+    finish_reason: str = "abort"  # until it is "stop" or "length"
+    text: str = ""
+    reward: float = 0.0  # raw: 1 right, 0 wrong
+    reason: str = ""  # the verifier's
+    overlong_penalty: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """True once a stop token was drawn or the budget was used up."""
+        return self.finish_reason != "abort"
+
+
+# ---- files
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of a checkpoint directory; one sentence when it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer that `transformers` can load ({str(error).splitlines()[0]}); "
+            "copy tokenizer.json and tokenizer_config.json there."
+        ) from error
+
+
+def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a response: those of generation_config.json and the tokenizer's own EOS.
+
+    Nothing else of generation_config.json is used: its temperature or top-p would change the trained policy.
+    """
+    ids = {tokenizer.eos_token_id}
+    if (Path(folder) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    ids.discard(None)
+    if not ids:
+        raise ValueError(
+            f"{folder} names no end-of-sequence id, so no response could ever stop; "
+            "add eos_token_id to its generation_config.json."
+        )
+    return sorted(ids)
+
+
+def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row) for every row of a .jsonl or .parquet file, a directory of a data set, or a hub data set."""
+    if path.endswith((".jsonl", ".json")):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} does not exist; give --data a JSONL file.")
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number} is not JSON ({error}).") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number} is not a JSON object with a prompt and a label.")
+                yield f"{path}:{number}", row
+        return
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs `pip install datasets`; a .jsonl file does not.") from error
+    if path.endswith(".parquet"):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
+        rows = load_dataset("parquet", data_files=path, split="train")
+    else:
+        try:
+            rows = load_dataset(path, split="train")
+        except Exception as error:  # the hub client raises a dozen kinds
+            raise FileNotFoundError(
+                f"{path} is neither a .jsonl or .parquet file nor a data set that can be read: {str(error).splitlines()[0]}"
+            ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path} row {number}", row
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) -> str:
+    """The prompt as one user turn (or the given messages) through the chat template, ready for the answer.
+
+    A tokenizer without a chat template, as base models have, takes plain text as it is.
+    """
+    if isinstance(prompt, str) and tokenizer.chat_template is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def load_problems(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    prompt_key: str = "prompt",
+    label_key: str = "label",
+) -> tuple[list[Problem], int]:
+    """(problems, number dropped because the prompt is longer than `max_prompt_tokens`).
+
+    Raises ValueError naming file and line for a row without prompt or label, and for a file that leaves no problem.
+    """
+    problems: list[Problem] = []
+    dropped = 0
+    for where, row in read_rows(path):
+        for name in (prompt_key, label_key):
+            if row.get(name) in (None, "", []):
+                raise ValueError(f"{where} has no {name!r}; every row needs a prompt and a label.")
+        if not isinstance(row[prompt_key], str | list):
+            raise ValueError(f"{where}: {prompt_key!r} must be text or a list of chat messages.")
+        prompt = render_prompt(tokenizer, row[prompt_key])
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if len(ids) > max_prompt_tokens:
+            dropped += 1
+            continue
+        index = len(problems)
+        problems.append(Problem(str(row.get("id", index)), index, prompt, ids, str(row[label_key])))
+    if not problems:
+        why = f"all {dropped} prompts are longer than --max-prompt-tokens" if dropped else "it is empty"
+        raise ValueError(f"{path} leaves no problem to work on: {why}.")
+    return problems, dropped
+
+
+class DataOrder:
+    """Endless shuffle whose whole state is one number: epoch e visits every problem once, in the order of seed + e."""
+
+    def __init__(self, num_problems: int, seed: int, drawn: int = 0):
+        self.num_problems, self.seed, self.drawn = num_problems, seed, drawn
+        self._epoch, self._order = -1, []
+
+    def draw(self) -> tuple[int, int]:
+        """(number of the draw, index of the problem)."""
+        epoch, position = divmod(self.drawn, self.num_problems)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self.num_problems))
+            random.Random(self.seed + epoch).shuffle(self._order)
+        self.drawn += 1
+        return self.drawn - 1, self._order[position]
+
+
+# ---- tensors
+
+
+@dataclass
+class Batch:
+    """Scalars of one step, whole on every rank: (N, T) per token, (N,) per response, T the longest response."""
+
+    rollouts: list[Rollout]
+    response_lengths: Tensor  # (N,) int64
+    response_mask: Tensor  # (N, T) bool, from lengths alone
+    rollout_logprobs: Tensor  # (N, T) float32
+    rewards: Tensor  # (N,) float32, raw
+    truncated: Tensor  # (N,) bool
+    group_ids: Tensor  # (N,) int64, 0..P-1
+
+
+def length_mask(lengths: Tensor, width: int | None = None) -> Tensor:
+    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal EOS (BC-01)."""
+    if width is None:
+        width = int(lengths.max()) if len(lengths) else 0
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def to_batch(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
+    """Scalars of finished rollouts as padded tensors."""
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
+    mask = length_mask(lengths)
+    logprobs = torch.zeros(mask.shape, device=device)
+    logprobs[mask] = torch.tensor([x for r in rollouts for x in r.rollout_logprobs], device=device)
+    groups = torch.tensor([r.group for r in rollouts], device=device)
+    return Batch(
+        rollouts=list(rollouts),
+        response_lengths=lengths,
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        rewards=torch.tensor([r.reward for r in rollouts], device=device),
+        truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], device=device),
+        group_ids=torch.unique(groups, return_inverse=True)[1],
+    )
+
+
+@dataclass
+class MicroBatch:
+    """Sequences laid end to end for one forward; row r of the (R, T) scalars is row `rows[r]` of the Batch."""
+
+    rows: Tensor  # (R,) int64
+    input_ids: Tensor  # (M,) int64: prompt and response of each sequence, without its last token
+    cu_seqlens: Tensor  # (R+1,) int32
+    action_index: Tensor  # (A,) int64: where in the M states each response token was chosen
+    targets: Tensor  # (A,) int64: the response tokens, row after row
+    mask: Tensor  # (R, T) bool: A true entries
+
+    def unpack(self, actions: Tensor) -> Tensor:
+        """(A,) per action -> (R, T), zero outside the mask; differentiable."""
+        return actions.new_zeros(self.mask.shape).masked_scatter(self.mask, actions)
+
+
+def pack(rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device | str = "cpu") -> MicroBatch:
+    """Lay rollouts[i], i in rows, end to end, and shift: response token t is read at the token before it.
+
+    The last token of a sequence is only ever a target, so it is not fed. No rows at all give one token and no action:
+    a rank without work still takes part in the collectives of a sharded forward.
+    """
+    inputs: list[int] = []
+    index: list[int] = []
+    targets: list[int] = []
+    boundaries = [0]
+    for i in rows:
+        prompt, response = rollouts[i].problem.prompt_ids, rollouts[i].response_ids
+        first = len(inputs) + len(prompt) - 1  # the state of the first action is the last prompt token
+        index += range(first, first + len(response))
+        targets += response
+        inputs += prompt + response[:-1]
+        boundaries.append(len(inputs))
+    if not rows:
+        inputs, boundaries = [0], [0, 1]
+    lengths = torch.tensor([len(rollouts[i].response_ids) for i in rows], dtype=torch.long, device=device)
+    tensor = lambda x, dtype=torch.long: torch.tensor(x, dtype=dtype, device=device)  # noqa: E731
+    return MicroBatch(
+        rows=tensor(rows),
+        input_ids=tensor(inputs),
+        cu_seqlens=tensor(boundaries, torch.int32),
+        action_index=tensor(index),
+        targets=tensor(targets),
+        mask=length_mask(lengths),
+    )
+
+
+def partition(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
+    """Share sequences of `costs` tokens out: `result[rank]` is that rank's list of micro-batches (lists of rows).
+
+    Longest first into the first micro-batch with room, so a sequence above the budget travels alone. Every rank gets
+    the same number of micro-batches (sharded weights are gathered in step), if need be with empty ones.
+    """
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        best = next((b for b, load in enumerate(loads) if load + costs[i] <= budget), None)
+        if best is None:
+            bins.append([])
+            loads.append(0)
+            best = len(bins) - 1
+        bins[best].append(i)
+        loads[best] += costs[i]
+    while len(bins) % ranks:
+        widest = max(range(len(bins)), key=lambda b: len(bins[b]))
+        bins.append(bins[widest][1::2])
+        bins[widest] = bins[widest][::2]
+    # Heaviest first, dealt in turn: ranks hold micro-batches of like size at the same time.
+    bins.sort(key=lambda rows: -sum(costs[i] for i in rows))
+    return [bins[rank::ranks] for rank in range(ranks)]

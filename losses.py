@@ -1,0 +1,763 @@
+"""The objectives of reinforcement learning with verifiable rewards, each in its own equation.
+
+An algorithm is a row of ALGORITHMS (end of the file): advantage x objective x aggregation x
+off-policy weight x filter, every part written once and shared.
+
+Per-token tensors are (N, T), already shifted: index t is the action of token t, taken in the state
+before it. `mask` is a prefix of True per row; what lies outside (NaN and infinity included) never
+changes a bit of a result or a gradient, because it is removed with `where` before any arithmetic.
+Rows are whole responses, so a batch may be split by rows into any micro-batches. `old_logprobs`
+are the trainer's at the start of the step, `rollout_logprobs` the sampler's own.
+Metrics are pairs (numerator, denominator): add over micro-batches first, divide last.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# e^20 = 4.9e8 is finite in float32 with room for sums, squares and backward; e^89 is infinite, and
+# 0 * infinity in the backward of a clipped token is NaN.
+MAX_LOG_RATIO = 20.0
+# k3 grows like e^-d: 40 keeps it finite in float32, far above the bound the loss puts on it.
+MAX_KL_LOG_RATIO = 40.0
+KL_LOSS_BOUND = 10.0
+
+# --- masks and sums --------------------------------------------------------------------------
+
+
+def keep(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask, else 0. Multiplying would not do: NaN times 0 is NaN."""
+    return torch.where(mask, x, 0.0)
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """(N, T) -> (N,): mean over the tokens of each row, 0 for a row without tokens."""
+    return keep(x, mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """(N, T) bool: True at the last token of each row; an empty row has none."""
+    return mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+
+
+def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
+    usable = mask & torch.isfinite(a - b)
+    return keep(a - b, usable), usable
+
+
+def same_group(group_ids: Tensor) -> Tensor:
+    """(N,) ids in any order -> (N, N) bool: do responses i and j belong to one prompt?"""
+    return group_ids[:, None] == group_ids[None, :]
+
+
+def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
+    """(N,) -> (N,) float64: sum over the group of each response."""
+    return same_group(group_ids).double() @ x.double()
+
+
+def group_size(group_ids: Tensor) -> Tensor:
+    """(N,) -> (N,) float64: number of responses in the group of each response."""
+    return group_sum(torch.ones_like(group_ids), group_ids)
+
+
+# --- aggregation -----------------------------------------------------------------------------
+
+
+def aggregation_weights(
+    mode: str,
+    token_counts: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    constant: float | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Coefficient c_i of each response in loss = sum_i c_i sum_t loss_it; (N,) float64.
+
+    Computed once over the global batch, so that no split into micro-batches or ranks can change
+    the loss. A response without tokens still counts (one token, one response); `kept` (N,) bool
+    takes responses out of every count, as overlong filtering wants.
+
+    token-mean               1 / sum_j n_j             DAPO (2503.14476), JustRL II
+    seq-mean-token-mean      1 / (N n_i)               GRPO (2402.03300)
+    seq-mean-token-sum-norm  1 / (N C), C = constant   Dr. GRPO (2503.20783)
+    prompt-mean              1 / (P n_group(i))        ScaleRL (2510.13786)
+    """
+    kept = torch.ones_like(token_counts).double() if kept is None else kept.double()
+    tokens = token_counts.clamp(min=1)
+    responses = kept.sum().clamp(min=1)
+    if mode == "token-mean":
+        return kept / (kept * tokens).sum().clamp(min=1)
+    if mode == "seq-mean-token-mean":
+        return kept / (responses * tokens)
+    if mode == "seq-mean-token-sum-norm":
+        if not constant:
+            raise ValueError("seq-mean-token-sum-norm needs constant, the length to divide by")
+        return kept / (responses * constant)
+    if mode == "prompt-mean":
+        if group_ids is None:
+            raise ValueError("prompt-mean needs group_ids, the prompt of each response")
+        prompts = (kept / group_sum(kept, group_ids).clamp(min=1)).sum().clamp(min=1)
+        return kept / (prompts * group_sum(kept * token_counts, group_ids).clamp(min=1))
+    raise ValueError(
+        f"unknown aggregation '{mode}': choose token-mean, seq-mean-token-mean, "
+        "seq-mean-token-sum-norm or prompt-mean"
+    )
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str = "token-mean",
+    *,
+    row_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    constant: float | None = None,
+) -> Tensor:
+    """Scalar sum_i c_i sum_t loss_it over unmasked tokens.
+
+    row_weights are the c_i of these rows in the global batch (aggregation_weights); without them
+    the rows given are taken to be the whole batch.
+    """
+    if row_weights is None:
+        row_weights = aggregation_weights(mode, mask.sum(1), group_ids=group_ids, constant=constant)
+    return (row_weights.to(per_token.dtype) * keep(per_token, mask).sum(1)).sum()
+
+
+def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(token sum, token count), counted as in token-mean: an empty row counts one token."""
+    return keep(x.detach().float(), mask).sum(), mask.sum(1).clamp(min=1).sum()
+
+
+# --- generalised advantage estimation --------------------------------------------------------
+
+
+def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
+    """lambda_i = k^(1/L_i), so that lambda^L = k at every length; 0 where L = 0; (N,) float64.
+
+    Float64 because rounding matters: bfloat16 turns it into 1 from L = 355, and float32 moves
+    some advantages of a 126,976-token response by 7e-4.
+    """
+    if not 0 < k <= 1:
+        raise ValueError(f"gae_lambda_k must be in (0, 1], got {k}")
+    return keep(torch.exp(math.log(k) / lengths.double()), lengths > 0)
+
+
+def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """lambda_i = max(1 - 1/(alpha L_i), 0), VAPO (2504.05118) eq. 9; (N,) float64.
+
+    k^(1/L) with k = exp(-1/alpha) is the same to first order in 1/L.
+    """
+    if alpha <= 0:
+        raise ValueError(f"gae_lambda_alpha must be positive, got {alpha}")
+    return keep((1 - 1 / (alpha * lengths.double())).clamp(min=0), lengths > 0)
+
+
+def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
+    """y_t = x_t + decay_i y_{t+1} for (N, T) x and (N,) decay in [0, 1], in log2(T) passes.
+
+    After the pass with stride s, y_t holds the sum of its next 2s terms.
+    """
+    y, weight, stride = x, decay[:, None], 1
+    while stride < x.shape[1]:
+        reached = y[:, :-stride] + weight * y[:, stride:]
+        y = torch.cat([reached, y[:, -stride:]], dim=1)
+        weight, stride = weight * weight, 2 * stride
+    return y
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float | Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (1506.02438): (advantages, returns), both (N, T).
+
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lambda A_{t+1},   return = A + V.
+    gae_lambda is one number or one per row. V after the last token is 0, for a truncated response
+    too. Computed in float64, returned in the dtype of `values`, 0 outside the mask.
+    """
+    v = keep(values, mask).double()
+    next_v = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
+    delta = keep(rewards.double() + gamma * next_v - v, mask)
+    decay = gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=v.device)
+    advantages = discounted_suffix_sum(delta, decay.expand(v.shape[0]))
+    return advantages.to(values.dtype), (advantages + v).to(values.dtype)
+
+
+def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
+    """(N,) -> (N, T): amount_i on the last token of row i, 0 elsewhere."""
+    return torch.where(last_token(mask), amounts[:, None], 0.0)
+
+
+def inject_terminal(
+    advantages: Tensor, amounts: Tensor, mask: Tensor, gae_lambda: float | Tensor
+) -> Tensor:
+    """A_t + amount_i lambda_i^(L_i - 1 - t): what GAE would add for that much terminal reward.
+
+    With amounts = the overlong penalty and a lambda of its own, the penalty reaches the tokens near
+    the end only and never a critic (JustRL II's analytic injection).
+    """
+    effect, _ = gae(
+        terminal_reward(amounts.double(), mask), torch.zeros_like(advantages), mask, gae_lambda
+    )
+    return advantages + effect
+
+
+# --- advantages: keyword arguments are fields of the configuration, each takes what it needs ---
+
+
+def scores(token_rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Reward of each response, (N,) float64, refusing groups that cannot be compared."""
+    if (group_size(group_ids) < 2).any():
+        raise ValueError(
+            "group-relative advantages need at least two responses per prompt: "
+            "raise group_size, or choose an algorithm with a critic"
+        )
+    return keep(token_rewards, mask).sum(1, dtype=torch.float64)
+
+
+def spread_over_tokens(advantages: Tensor, mask: Tensor, dtype) -> tuple[Tensor, None]:
+    """(N,) -> (N, T): each token gets its response's advantage; there is no value target."""
+    return keep(advantages[:, None].to(dtype), mask), None
+
+
+def grpo_advantages(
+    *, token_rewards, mask, group_ids, std_normalize=True, std_ddof=0, **_
+) -> tuple[Tensor, None]:
+    """(r_i - mean) / (std + 1e-6) within each group, GRPO (2402.03300).
+
+    std_normalize=False keeps r_i - mean (Dr. GRPO, 2503.20783): dividing by the std weighs prompts
+    by 1/sqrt(p(1-p)). std_ddof 0 is the population std, 1 the sample std. A group of equal rewards
+    gives 0.
+    """
+    r = scores(token_rewards, mask, group_ids)
+    size = group_size(group_ids)
+    centred = r - group_sum(r, group_ids) / size
+    if std_normalize:
+        variance = group_sum(centred.square(), group_ids) / (size - std_ddof)
+        centred = centred / (variance.sqrt() + 1e-6)
+    return spread_over_tokens(centred, mask, token_rewards.dtype)
+
+
+def rloo_advantages(*, token_rewards, mask, group_ids, **_) -> tuple[Tensor, None]:
+    """r_i - mean reward of the others, RLOO (2402.14740): an unbiased baseline."""
+    r = scores(token_rewards, mask, group_ids)
+    others = (group_sum(r, group_ids) - r) / (group_size(group_ids) - 1)
+    return spread_over_tokens(r - others, mask, token_rewards.dtype)
+
+
+def reward_to_go_advantages(*, token_rewards, mask, gamma=1.0, **_) -> tuple[Tensor, None]:
+    """Discounted sum of the rewards still to come, REINFORCE++ (2501.03262).
+
+    Without a baseline of its own: whiten over the batch afterwards.
+    """
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, 1.0, gamma)[0], None
+
+
+def ppo_advantages(
+    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda=0.95, **_
+) -> tuple[Tensor, Tensor]:
+    """GAE with one lambda for all responses, PPO (1707.06347). Value target: A + V.
+
+    The target is computed from the raw rewards: length penalties and KL are the policy's concern.
+    """
+    advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
+    _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)
+    return advantages, returns
+
+
+def group_correction(
+    raw_rewards: Tensor, values: Tensor, mask: Tensor, group_ids: Tensor
+) -> Tensor:
+    """P_i = -mean over the other members j of (r_j - V_j at its last token); (N,) float64.
+
+    Leave-one-out group centring of JustRL II: added to the terminal reward, it removes what the
+    critic still misjudges about the prompt. A group of one gets 0, an empty response counts 0.
+    """
+    last_values = keep(values, last_token(mask)).sum(1)
+    residual = keep((raw_rewards - last_values).double(), mask.any(1))
+    others = group_size(group_ids) - 1
+    mean = (group_sum(residual, group_ids) - residual) / others.clamp(min=1)
+    return keep(-mean, others > 0)
+
+
+def decoupled_advantages(
+    gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma
+) -> tuple[Tensor, Tensor]:
+    """Advantage by gae_lambda, value target by lambda = 1: the sum of raw rewards to come.
+
+    The target does not contain V, so the critic regresses on outcomes and never on itself.
+    """
+    advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
+    returns, _ = gae(raw_token_rewards, torch.zeros_like(values), mask, 1.0, gamma)
+    return advantages, returns
+
+
+def justrl2_advantages(
+    *,
+    token_rewards,
+    raw_token_rewards,
+    values,
+    mask,
+    group_ids=None,
+    gamma=1.0,
+    gae_lambda_k=0.5,
+    group_center=False,
+    **_,
+) -> tuple[Tensor, Tensor]:
+    """JustRL II: length-adaptive lambda k^(1/L), decoupled value target, optional group centring.
+
+    Length-adaptive: the first token of a response sees k^((L-1)/L) of the outcome at every length.
+    """
+    if group_center:
+        raw = keep(raw_token_rewards, mask).sum(1)
+        correction = group_correction(raw, values, mask, group_ids)
+        token_rewards = token_rewards + terminal_reward(correction, mask)
+    gae_lambda = length_adaptive_lambda(mask.sum(1), gae_lambda_k)
+    return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
+
+
+def vapo_advantages(
+    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda_alpha=0.05, **_
+) -> tuple[Tensor, Tensor]:
+    """VAPO (2504.05118): length-adaptive lambda 1 - 1/(alpha L), decoupled value target."""
+    gae_lambda = vapo_lambda(mask.sum(1), gae_lambda_alpha)
+    return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
+
+
+def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over all unmasked tokens of the batch; 0 outside the mask.
+
+    Unbiased variance in two passes: E[x^2] - E[x]^2 can go negative for nearly constant values.
+    shift_mean=False scales only. The global batch must be given, not a micro-batch.
+    """
+    n = int(mask.sum())
+    if n == 0:
+        raise ValueError("whiten: every token of the batch is masked, there is nothing to whiten")
+    mean = keep(values, mask).sum(dtype=torch.float64) / n
+    centred = keep(values - mean.to(values.dtype), mask)
+    variance = centred.square().sum(dtype=torch.float64) / max(n - 1, 1)
+    scaled = centred * torch.rsqrt(variance + eps).to(values.dtype)
+    return scaled if shift_mean else keep(scaled + mean.to(values.dtype), mask)
+
+
+# --- off-policy weights ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    mode: str = "icepop",
+    low: float = 0.5,
+    high: float = 5.0,
+) -> tuple[Tensor, dict]:
+    """Weight of each token for sampler and trainer disagreeing; (weights (N, T), metrics).
+
+    w = exp(old - rollout), without gradient. none: 1. tis: w clamped to [low, high]. icepop: w
+    inside the closed window, 0 outside. No mode changes a denominator: a rejected token still
+    counts. A token whose log-probs are not finite gets weight 0.
+    """
+    mismatch, usable = usable_difference(old_logprobs, rollout_logprobs, mask)
+    ratio = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    inside = (ratio >= low) & (ratio <= high)
+    if mode == "none":
+        weights = torch.ones_like(ratio)
+    elif mode == "tis":
+        weights = ratio.clamp(low, high)
+    elif mode == "icepop":
+        weights = keep(ratio, inside)
+    else:
+        raise ValueError(f"unknown is_mode '{mode}': choose none, tis or icepop")
+    metrics = {
+        "is_ratio": mean_pair(ratio, usable),
+        "is_outside": mean_pair(~inside, usable),
+        "is_abs_deviation": mean_pair((ratio - 1).abs(), usable),
+        "mismatch_abs": mean_pair(mismatch.abs(), usable),
+        "mismatch_kl": mean_pair(approx_kl(-mismatch, 0 * mismatch, bound=KL_LOSS_BOUND), usable),
+    }
+    return keep(weights, usable), metrics
+
+
+def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """The log-ratio that an objective sees, (N, T).
+
+    token: each token's own. sequence: the mean over the response's tokens, GSPO (2507.18071).
+    sequence-token: the sequence's value with each token's own gradient, GSPO-token.
+    """
+    if level == "token":
+        return log_ratio
+    mean = row_mean(log_ratio, mask)[:, None].expand_as(log_ratio)
+    if level == "sequence":
+        return mean
+    if level == "sequence-token":
+        return mean.detach() + log_ratio - log_ratio.detach()
+    raise ValueError(f"unknown ratio_level '{level}': choose token, sequence or sequence-token")
+
+
+def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """(N,) float64: (sum_t w)^2 / sum_t w^2 with w = exp(log_ratio), between 1 and the length."""
+    w = keep(log_ratio.detach().double().exp(), mask)
+    return w.sum(1).square() / w.square().sum(1).clamp(min=1e-30)
+
+
+def off_policy_sequences(log_ratio: Tensor, advantages: Tensor, mask: Tensor, delta: float):
+    """(N, T) bool: tokens with A < 0 in sequences whose mean(old - new) exceeds delta (OPSM).
+
+    They are dropped: pushing down what the policy has already left teaches nothing.
+    """
+    drifted = -row_mean(log_ratio.detach(), mask) > delta
+    return mask & (advantages < 0) & drifted[:, None]
+
+
+def covariance_mask(
+    old_logprobs: Tensor, advantages: Tensor, mask: Tensor, fraction: float
+) -> Tensor:
+    """(N, T) bool: the `fraction` of tokens with the largest positive covariance of log-prob and
+    advantage, which are those that lower entropy most (2505.22617).
+
+    Taken over the global batch before the update, so micro-batches do not matter. The paper draws
+    Clip-Cov tokens at random from a window of covariances; the largest need no random numbers.
+    """
+    logp, adv = old_logprobs[mask].double(), advantages[mask].double()
+    covariance = (logp - logp.mean()) * (adv - adv.mean())
+    count = min(math.ceil(fraction * covariance.numel()), covariance.numel())
+    if count == 0:
+        return torch.zeros_like(mask)
+    threshold = covariance.topk(count).values[-1]
+    return mask.masked_scatter(mask, (covariance >= threshold) & (covariance > 0))
+
+
+# --- objectives: (value to maximise per token, which tokens have reached their limit) ---------
+
+
+def reinforce(logprobs, log_ratio, advantages, **_):
+    """A log pi: no ratio and no clip, so it is right on the first update of a batch only."""
+    return advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
+    """min(rho A, clip(rho, 1 - low, 1 + high) A), PPO; dual_clip c bounds it below by c A, A < 0.
+
+    clip_high > clip_low is clip-higher (DAPO): rare tokens may rise further than they may fall.
+    """
+    unclipped = log_ratio.exp() * advantages
+    clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    if dual_clip is not None:
+        floor = torch.maximum(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, floor, surrogate)
+    return surrogate, clipped < unclipped
+
+
+def cispo(logprobs, log_ratio, advantages, *, clip_low, clip_high, **_):
+    """sg[clip(rho, 1 - low, 1 + high)] A log pi, CISPO (2506.13585): no token is silenced."""
+    ratio = log_ratio.exp().detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return weight * advantages * logprobs, weight != ratio
+
+
+def sapo(log_ratio, advantages, *, sapo_tau_pos, sapo_tau_neg, **_):
+    """(4 / tau) sigmoid(tau (rho - 1)) A, SAPO (2511.20347): a soft gate instead of a clip."""
+    tau = torch.where(advantages > 0, advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    return 4 / tau * gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def gmpo(log_ratio, advantages, mask, *, clip_low, clip_high, **_):
+    """A exp(mean_t of the log-ratio, clipped on the side that A pushes to), GMPO (2507.20673).
+
+    clip_low and clip_high bound the log-ratio here, not the ratio.
+    """
+    bounded = log_ratio.clamp(-clip_low, clip_high)
+    one_sided = torch.where(
+        advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
+    )
+    geometric_mean = row_mean(one_sided, mask)[:, None].exp()
+    return geometric_mean * advantages, one_sided != log_ratio
+
+
+def trust_mask(log_ratio, advantages, *, clip_low, clip_high, **_):
+    """rho A where rho is in [1 - low, 1 + high], else 0 without gradient, SAO."""
+    ratio = log_ratio.exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    return keep(ratio * advantages, ~outside), outside
+
+
+OBJECTIVES = {
+    "reinforce": reinforce,
+    "clip": clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "trust_mask": trust_mask,
+}
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+def approx_kl(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: str = "k3",
+    mask: Tensor | None = None,
+    *,
+    ratio: Tensor | None = None,
+    bound: float | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(pi || pi_ref) from tokens of pi; same shape as logprobs.
+
+    d = log pi - log pi_ref.  k1 = d,  k2 = d^2 / 2,  k3 = e^-d + d - 1, all with the mean of the
+    KL (k2 nearly). As a loss their gradients differ: k1 gives 0 on average, k2 that of KL(pi ||
+    pi_ref), k3 that of KL(pi_ref || pi). k3 times the live `ratio` pi / pi_old gives KL(pi ||
+    pi_ref) exactly; estimator "k3_is" names that product. `bound` clamps the result to +-bound.
+    """
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    d, _ = usable_difference(logprobs, ref_logprobs, mask)
+    if estimator == "k1":
+        kl = d
+    elif estimator == "k2":
+        kl = d.square() / 2
+    elif estimator in ("k3", "k3_is"):
+        kl = torch.expm1(-d.clamp(min=-MAX_KL_LOG_RATIO)) + d
+    else:
+        raise ValueError(f"unknown kl_estimator '{estimator}': choose k1, k2, k3 or k3_is")
+    kl = kl if ratio is None else ratio * kl
+    return kl if bound is None else kl.clamp(-bound, bound)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    objective: str = "clip",
+    ratio_level: str = "token",
+    row_weights: Tensor | None = None,
+    aggregation: str = "token-mean",
+    weights: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    sapo_tau_pos: float = 1.0,
+    sapo_tau_neg: float = 1.05,
+    opsm_delta: float | None = None,
+    entropy_control: str = "none",
+    cov_mask: Tensor | None = None,
+    cov_kl_coef: float = 1.0,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, dict]:
+    """Scalar loss of one micro-batch, and its metrics.
+
+    loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
+    w = `weights`, c = `row_weights` (else `aggregation` over these rows). log pi/pi_old is bounded
+    to +-MAX_LOG_RATIO, without gradient beyond, and taken as 0 where it is not finite (counted as
+    `nonfinite`). `cov_mask`: tokens that entropy_control detaches (clip_cov) or ties to the old
+    policy (kl_cov).
+    """
+    log_ratio, usable = usable_difference(logprobs, old_logprobs, mask)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages = keep(advantages, usable & torch.isfinite(advantages))
+    seen = ratio_at_level(log_ratio, mask, ratio_level)
+    limits = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    limits |= dict(sapo_tau_pos=sapo_tau_pos, sapo_tau_neg=sapo_tau_neg)
+    surrogate, limited = OBJECTIVES[objective](
+        logprobs=keep(logprobs, usable), log_ratio=seen, advantages=advantages, mask=mask, **limits
+    )
+    metrics = {
+        "clip_fraction": mean_pair(limited, mask),
+        "approx_kl": mean_pair(-log_ratio, mask),
+        "ratio": mean_pair(seen.exp(), mask),
+        "ess": (effective_sample_size(seen, mask).sum(), mask.sum(1).clamp(min=1).sum()),
+        "nonfinite": mean_pair(~usable, mask),
+    }
+    if weights is not None:
+        surrogate = surrogate * keep(weights, mask)
+    if opsm_delta is not None:
+        stale = off_policy_sequences(log_ratio, advantages, mask, opsm_delta)
+        surrogate = keep(surrogate, ~stale)
+        metrics["opsm_fraction"] = mean_pair(stale, mask)
+    loss = -surrogate
+    if entropy_control == "clip_cov":
+        loss = torch.where(cov_mask, loss.detach(), loss)
+    elif entropy_control == "kl_cov":
+        # Tokens of the old policy: this direction has the exact gradient of KL(old || new).
+        moved = approx_kl(old_logprobs, logprobs, mask=mask, bound=KL_LOSS_BOUND)
+        loss = loss + cov_kl_coef * keep(moved, cov_mask)
+    if ref_logprobs is not None:
+        ratio = log_ratio.exp() if kl_estimator == "k3_is" else None
+        kl = approx_kl(logprobs, ref_logprobs, kl_estimator, mask, ratio=ratio, bound=KL_LOSS_BOUND)
+        loss = loss + kl_coef * kl
+        metrics["kl"] = mean_pair(kl, mask)
+    if entropy is not None:
+        metrics["entropy"] = mean_pair(entropy, mask)
+        # 0 times an infinite entropy would be NaN.
+        loss = loss - entropy_coef * entropy if entropy_coef else loss
+    return aggregate(loss, mask, aggregation, row_weights=row_weights), metrics
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip: float | None = 0.2,
+    row_weights: Tensor | None = None,
+) -> tuple[Tensor, dict]:
+    """max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2) aggregated; no factor 1/2.
+
+    value_clip None is the plain squared error. Without row_weights: mean over these tokens.
+    """
+    error, usable = usable_difference(values, returns, mask)
+    moved, _ = usable_difference(values, old_values, mask)
+    squared = error.square()
+    metrics = {"nonfinite": mean_pair(~usable, mask)}
+    if value_clip is not None:
+        clipped_error = error - moved + moved.clamp(-value_clip, value_clip)
+        squared = torch.maximum(squared, clipped_error.square())
+        metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
+    return aggregate(squared, mask, row_weights=row_weights), metrics
+
+
+# --- rewards and filters ---------------------------------------------------------------------
+
+
+def overlong_penalty(
+    lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
+) -> Tensor:
+    """Soft overlong punishment, DAPO (2503.14476) eq. 13: (N,) float64 in [-factor, 0].
+
+    0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
+    """
+    if buffer_tokens <= 0:
+        return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
+    free = max_response_tokens - buffer_tokens
+    return (factor * (free - lengths.double()) / buffer_tokens).clamp(-factor, 0)
+
+
+def length_reward(
+    correct: Tensor,
+    lengths: Tensor,
+    group_ids: Tensor,
+    *,
+    weight: float = 0.2,
+    min_spread: int = 8000,
+    min_longest: int = 10000,
+) -> Tensor:
+    """Bonus for short correct answers, Kimi k1.5 (2501.12599): (N,) float64, to add to the reward.
+
+    weight (1/2 - (L - L_min) / (L_max - L_min)) over the correct responses of a group, where
+    L_max - L_min >= min_spread and L_max >= min_longest tokens; wrong responses get 0.
+    """
+    peers = same_group(group_ids) & correct[None, :]
+    length = lengths.double()
+    longest = torch.where(peers, length, -math.inf).amax(1)
+    shortest = torch.where(peers, length, math.inf).amin(1)
+    rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
+    return keep(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
+
+
+# --- on-policy distillation ------------------------------------------------------------------
+
+
+def distillation_advantages(*, old_logprobs, teacher_logprobs, mask, **_) -> tuple[Tensor, None]:
+    """log teacher - log student at each sampled token: minus the k1 estimate of the reverse KL."""
+    return -approx_kl(old_logprobs, teacher_logprobs, "k1", mask=mask), None
+
+
+def topk_forward_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    k: int,
+    *,
+    min_logprob: float = -math.inf,
+    max_kl: float = math.inf,
+) -> Tensor:
+    """sum over the teacher's top k of p_T (log p_T - log p_S), both normalised over the vocabulary.
+
+    (..., V) logits -> (...). min_logprob floors both log-probs, max_kl caps the result.
+    """
+    teacher, ids = teacher_logits.log_softmax(-1).topk(k, dim=-1)
+    student = student_logits.log_softmax(-1).gather(-1, ids)
+    weight = teacher.exp()
+    teacher, student = teacher.clamp(min=min_logprob), student.clamp(min=min_logprob)
+    return (weight * (teacher - student)).sum(-1).clamp(max=max_kl)
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+class Algorithm(NamedTuple):
+    """One row: `defaults` are the configuration fields it sets where the user has not.
+
+    advantage(*, token_rewards, raw_token_rewards, values, mask, group_ids, **configuration)
+    returns (advantages (N, T), value targets (N, T) or None); objective is a key of OBJECTIVES.
+    """
+
+    advantage: Callable
+    objective: str
+    critic: bool
+    about: str
+    defaults: dict
+
+
+def row(advantage, objective, about, critic=False, **defaults) -> Algorithm:
+    """An Algorithm whose defaults are COMMON with the given ones laid over."""
+    return Algorithm(advantage, objective, critic, about, COMMON | defaults)
+
+
+# fmt: off
+COMMON = dict(
+    aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2, dual_clip=None,
+    std_normalize=False, whiten_advantages=False, is_mode="none",
+)
+PER_RESPONSE = dict(aggregation="seq-mean-token-mean", std_normalize=True)
+CRITIC = dict(critic=True, whiten_advantages=True)
+JUSTRL2 = CRITIC | dict(gae_lambda_k=0.5, clip_high=0.28, is_mode="icepop", is_low=0.5, is_high=5.0)
+
+ALGORITHMS = {
+    "grpo": row(grpo_advantages, "clip", "group mean and std (2402.03300)", **PER_RESPONSE),
+    "dr_grpo": row(grpo_advantages, "clip", "GRPO without std and length bias (2503.20783)",
+        aggregation="seq-mean-token-sum-norm"),
+    "dapo": row(grpo_advantages, "clip", "GRPO with token mean and clip-higher (2503.14476)",
+        std_normalize=True, clip_high=0.28),
+    "rloo": row(rloo_advantages, "reinforce", "the others' mean as baseline (2402.14740)",
+        aggregation="seq-mean-token-sum-norm"),
+    "reinforce_pp": row(reward_to_go_advantages, "clip",
+        "reward to go, normalised over the batch (2501.03262)", whiten_advantages=True),
+    "reinforce_pp_baseline": row(grpo_advantages, "clip",
+        "group mean removed, normalised over the batch (2501.03262)", whiten_advantages=True),
+    "rgra": row(grpo_advantages, "reinforce", "GRPO without ratio and clip", **PER_RESPONSE),
+    "gspo": row(grpo_advantages, "clip", "one ratio per response, clipped whole (2507.18071)",
+        **PER_RESPONSE, ratio_level="sequence", clip_low=3e-4, clip_high=4e-4),
+    "gspo_token": row(grpo_advantages, "clip", "GSPO with each token's own gradient (2507.18071)",
+        **PER_RESPONSE, ratio_level="sequence-token", clip_low=3e-4, clip_high=4e-4),
+    "cispo": row(grpo_advantages, "cispo", "clipped ratio as a weight only (2506.13585)",
+        std_normalize=True, clip_low=1.0, clip_high=4.0),
+    "sapo": row(grpo_advantages, "sapo", "a sigmoid gate in place of the clip (2511.20347)",
+        **PER_RESPONSE, sapo_tau_pos=1.0, sapo_tau_neg=1.05),
+    "gmpo": row(grpo_advantages, "gmpo", "geometric mean of the token ratios (2507.20673)",
+        **PER_RESPONSE, clip_low=0.4, clip_high=0.4),
+    "ppo": row(ppo_advantages, "clip", "GAE with one lambda, target A + V (1707.06347)",
+        **CRITIC, gae_lambda=0.95),
+    "vapo": row(vapo_advantages, "clip", "lambda 1 - 1/(alpha L), target the outcome (2504.05118)",
+        **CRITIC, gae_lambda_alpha=0.05, clip_high=0.28),
+    "sao": row(ppo_advantages, "trust_mask", "one response per problem, far tokens dropped",
+        **CRITIC, gae_lambda=0.95, clip_low=0.3, clip_high=5.0, group_size=1,
+        dynamic_sampling=False, critic_updates_per_step=2),
+    "justrl2": row(justrl2_advantages, "clip", "lambda k^(1/L), target the outcome, IcePop",
+        **JUSTRL2),
+    "justrl2_group": row(justrl2_advantages, "clip", "JustRL II less the group's critic error",
+        **JUSTRL2, group_center=True),
+}
+# fmt: on

@@ -1,0 +1,39 @@
+"""Shared by all tests: the repository root on the path, one thread, a random tiny model with a tokenizer."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def random_tiny_model(tmp_path_factory):
+    """Directory of an untrained Llama (hidden 32, 2 layers, 4 heads, init std 0.02) with the embedded tokenizer."""
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("random-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny-base")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=max(64, len(tokenizer)),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.02,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,721 @@
+"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`: `python train.py --help`.
+
+One step, in the order of the method:
+
+    1 collect   sample groups, verify, keep those with signal          rollout.collect
+    2 shape     actor reward = raw + overlong penalty; critic: raw     shape_rewards
+    3 pack      micro-batches without padding                          data.partition, data.pack
+    4 score     old log-probs and entropy; old values                  score_policy, score_critic
+    5 advantage by the algorithm; whitening is a step of its own       advantages
+    6 critic    one or more updates towards the raw reward             update_critic
+    7 policy    one or more updates, once the critic is warm           update_policy
+    8 books     metrics, samples, checkpoint, evaluation
+
+The scalars of a step are held whole on every rank, so statistics and denominators are global without a collective;
+only model forwards and backwards are shared out.
+"""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import distributed
+import losses
+import rollout
+from config import ROOT, Config, ConfigError, parse
+from data import Batch, DataOrder, MicroBatch, Problem, Rollout, load_problems, load_tokenizer
+from data import pack, partition, stop_ids, to_batch
+from distributed import print0
+from model import Transformer, local_folder
+from verify import Verifier
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OBJECTIVE_OPTIONS = (
+    "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
+    "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
+).split()
+
+
+@dataclass
+class State:
+    """Everything a run carries from one step to the next. Models are float32 masters, sharded when ranks are many."""
+
+    policy: Transformer
+    optimizer: torch.optim.Optimizer
+    sampler: rollout.Sampler  # owns a whole copy of the policy in the compute dtype
+    order: DataOrder
+    critic: torch.nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: Transformer | None = None  # frozen start policy, for the KL term
+    buffer: list[list[Rollout]] = field(default_factory=list)
+    step: int = 0  # finished steps
+    critic_steps: int = 0
+    stop: bool = False  # set by Ctrl-C: finish the step in hand, save, leave
+
+
+@dataclass
+class Run:
+    """What stays the same during a run."""
+
+    config: Config
+    row: losses.Algorithm
+    device: torch.device
+    folder: Path
+    problems: list[Problem]
+    eval_problems: list[Problem]
+    grader: Verifier
+
+
+# ---- set-up
+
+
+def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
+    """Check everything that can be wrong before anything is sampled, then build or resume models and optimizers."""
+    row = losses.ALGORITHMS[config.algorithm]
+    start = local_folder(config.model)
+    tokenizer = load_tokenizer(start)
+    read = lambda path: load_problems(path, tokenizer, config.max_prompt_tokens, config.prompt_key, config.label_key)  # noqa: E731
+    problems, dropped = read(config.data)
+    eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
+    if dropped + eval_dropped:
+        print0(f"dropped {dropped} training and {eval_dropped} held-out prompts above {config.max_prompt_tokens} tokens")
+    if config.think == "auto" and all(p.prompt.rstrip().endswith("<think>") for p in problems):
+        config.think = "require"  # the template opened the thinking: an unfinished thought must not pay
+    folder = open_run_directory(config)
+    checkpoint = newest_checkpoint(folder) if config.resume else None
+
+    compute_dtype = DTYPES[config.dtype]
+    policy = Transformer.from_pretrained(checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype)
+    policy = prepare(policy, device, config)
+    whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
+    sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
+    state = State(policy, adamw(policy, config.lr, config), sampler, DataOrder(len(problems), config.seed))
+    if row.critic:
+        from critic import Critic
+
+        if checkpoint:
+            critic = Critic.from_pretrained(checkpoint / "critic", compute_dtype)
+        else:
+            critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
+        state.critic = prepare(critic, device, config)
+        state.critic_optimizer = adamw(state.critic, config.critic_lr, config)
+    if config.kl_coef:
+        state.reference = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
+    if checkpoint:
+        load_state(state, checkpoint / "trainer_state", problems)
+    distributed.copy_weights(state.policy, whole)
+    grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    return Run(config, row, device, folder, problems, eval_problems, grader), state
+
+
+def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> torch.nn.Module:
+    """Move to the device, shard over ranks, switch on recomputation."""
+    model.to(device)
+    model.model.gradient_checkpointing = config.activation_checkpointing
+    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
+    return model
+
+
+def adamw(model: torch.nn.Module, lr: float, config: Config) -> torch.optim.AdamW:
+    """AdamW with float32 state; norms, biases and the value head keep away from weight decay."""
+    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name  # noqa: E731
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if decayed(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if not decayed(n, p)], "weight_decay": 0.0},
+    ]
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+
+
+def open_run_directory(config: Config) -> Path:
+    """Create the run directory, or find it again with --resume; never write into another run."""
+    name = config.output_dir or str(ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}")
+    (folder,) = set(distributed.gather([name] if distributed.rank() == 0 else []))
+    folder = Path(folder)
+    if (folder / "config.json").exists() and not config.resume:
+        raise ConfigError(f"--output-dir {folder} already holds a run; add --resume or choose another directory.")
+    if config.resume and newest_checkpoint(folder) is None:
+        raise ConfigError(f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there.")
+    distributed.barrier()  # every rank has looked before one writes
+    if distributed.rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
+    return folder
+
+
+# ---- checkpoints
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Highest complete checkpoint of a run directory."""
+    return max((folder / "checkpoints").glob("step_??????"), default=None)
+
+
+def save_checkpoint(run: Run, state: State) -> None:
+    """Write checkpoints/step_N/{policy,critic,trainer_state} under a temporary name, then rename; drop old ones."""
+    final = run.folder / "checkpoints" / f"step_{state.step:06d}"
+    if final.exists():
+        return
+    scratch = final.with_name("tmp_" + final.name)
+    weights = distributed.full_state(state.policy)
+    if distributed.rank() == 0:
+        state.policy.save_pretrained(scratch / "policy", state_dict=weights)
+        state.sampler.tokenizer.save_pretrained(scratch / "policy")
+    books = {
+        "step": state.step,
+        "critic_steps": state.critic_steps,
+        "weight_version": state.sampler.weight_version,
+        "drawn": state.order.drawn,
+        "optimizer": distributed.optimizer_state(state.policy, state.optimizer),
+        "buffer": [[asdict(r) | {"problem": r.problem.index} for r in group] for group in state.buffer],
+    }
+    if state.critic is not None:
+        weights = distributed.full_state(state.critic)
+        if distributed.rank() == 0:
+            state.critic.save_pretrained(scratch / "critic", state_dict=weights)
+        books["critic_optimizer"] = distributed.optimizer_state(state.critic, state.critic_optimizer)
+    if distributed.rank() == 0:
+        torch.save(books, scratch / "trainer_state")
+        scratch.rename(final)
+        for old in sorted(final.parent.glob("step_??????"))[: -run.config.keep_checkpoints or None]:
+            if run.config.keep_checkpoints:
+                remove_tree(old)
+    distributed.barrier()
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a good name."""
+    shutil.rmtree(folder.rename(folder.with_name("tmp_" + folder.name)))
+
+
+def load_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
+    """Counters, data position, optimizers and unfinished rollouts of a checkpoint."""
+    books = torch.load(file, map_location="cpu", weights_only=True)
+    state.step, state.critic_steps = books["step"], books["critic_steps"]
+    state.sampler.weight_version, state.order.drawn = books["weight_version"], books["drawn"]
+    distributed.load_optimizer_state(state.policy, state.optimizer, books["optimizer"])
+    if state.critic is not None:
+        distributed.load_optimizer_state(state.critic, state.critic_optimizer, books["critic_optimizer"])
+    state.buffer = [[Rollout(**r | {"problem": problems[r["problem"]]}) for r in group] for group in books["buffer"]]
+
+
+# ---- one step
+
+
+def train_step(run: Run, state: State) -> dict[str, float]:
+    """Steps 1 to 7 of the method; returns the metrics of the step."""
+    config, clock = run.config, Clock()
+    with clock("rollout"):
+        collected = rollout.collect(
+            state.sampler, run.grader, run.problems, state.order, state.buffer, config, state.step
+        )
+        state.buffer = collected.unfinished
+    metrics = rollout_metrics(collected, config)
+    kept = [r for group in collected.groups for r in group]
+    if kept:
+        batch = to_batch(kept, run.device)
+        token_rewards, raw_token_rewards = shape_rewards(batch, config)
+        with clock("score_policy"):
+            old_logprobs, entropy = score_policy(state.policy, batch, config)
+        values = None
+        if state.critic is not None:
+            with clock("score_critic"):
+                values = score_critic(state.critic, batch, config)
+        advantages, returns = compute_advantages(run, batch, token_rewards, raw_token_rewards, values)
+        if state.critic is not None:
+            with clock("update_critic"):
+                metrics |= update_critic(run, state, batch, values, returns)
+        if state.critic is None or state.step >= config.num_critic_only_steps:
+            with clock("update_policy"):
+                metrics |= update_policy(run, state, batch, advantages, old_logprobs)
+        metrics |= score_metrics(batch, old_logprobs, entropy, advantages)
+    write_rollouts(run, state.step + 1, collected)
+    state.step += 1
+    return metrics | clock.metrics(collected)
+
+
+def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
+    """(actor, critic) token rewards (N, T): raw + overlong penalty, and raw alone, on the last token of each response."""
+    penalty = losses.overlong_penalty(
+        batch.response_lengths,
+        config.max_response_tokens,
+        config.overlong_buffer_tokens,
+        config.overlong_penalty_factor,
+    ).to(batch.rewards)
+    for r, p in zip(batch.rollouts, penalty.tolist(), strict=True):
+        r.overlong_penalty = p
+    last = (batch.response_lengths - 1)[:, None]
+    on_last = lambda reward: torch.zeros_like(batch.rollout_logprobs).scatter(1, last, reward[:, None])  # noqa: E731
+    return on_last(batch.rewards + penalty), on_last(batch.rewards)
+
+
+def micro_batches(batch: Batch, config: Config, rows: Sequence[int] | None = None) -> Iterator[MicroBatch]:
+    """This rank's share of the given rows of the batch (default: all), packed."""
+    rows = range(len(batch.rollouts)) if rows is None else rows
+    costs = [len(batch.rollouts[i].problem.prompt_ids) + len(batch.rollouts[i].response_ids) for i in rows]
+    shares = partition(costs, config.max_tokens_per_micro_batch, distributed.world_size())
+    for share in shares[distributed.rank()]:
+        yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)
+
+
+def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
+    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of (almost) equal size."""
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
+        rows = torch.randperm(len(batch.rollouts), generator=generator)
+        yield from (part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part))
+
+
+def forward_policy(policy: Transformer, mb: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (R, T) of a micro-batch, zero outside its mask."""
+    logprobs, entropy = policy(mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, temperature)
+    return mb.unpack(logprobs), mb.unpack(entropy)
+
+
+@torch.no_grad()
+def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
+    logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
+    for mb in micro_batches(batch, config):
+        cells = mb.rows, slice(mb.mask.shape[1])
+        logprobs[cells], entropy[cells] = forward_policy(policy, mb, config.temperature)
+    return distributed.sum_(logprobs), distributed.sum_(entropy)
+
+
+@torch.no_grad()
+def score_critic(critic: torch.nn.Module, batch: Batch, config: Config) -> Tensor:
+    """V (N, T) under the weights at hand, whole on every rank."""
+    from critic import values as critic_values
+
+    values = torch.zeros_like(batch.rollout_logprobs)
+    for mb in micro_batches(batch, config):
+        values[mb.rows, : mb.mask.shape[1]] = critic_values(critic, mb)
+    return distributed.sum_(values)
+
+
+def compute_advantages(
+    run: Run, batch: Batch, token_rewards: Tensor, raw_token_rewards: Tensor, values: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages (N, T), whitened over the step if asked for, and value targets (N, T) or None."""
+    advantages, returns = run.row.advantage(
+        token_rewards=token_rewards,
+        raw_token_rewards=raw_token_rewards,
+        values=values,
+        mask=batch.response_mask,
+        group_ids=batch.group_ids,
+        **asdict(run.config),
+    )
+    if run.config.whiten_advantages:
+        advantages = losses.whiten(advantages, loss_mask(batch, run.config))
+    return advantages, returns
+
+
+def loss_mask(batch: Batch, config: Config) -> Tensor:
+    """(N, T) tokens that train the policy: all of a response, none of a truncated one under --overlong-filter."""
+    return batch.response_mask & ~batch.truncated[:, None] if config.overlong_filter else batch.response_mask
+
+
+def update_critic(run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor) -> dict[str, float]:
+    """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
+    from critic import audit
+    from critic import values as critic_values
+
+    config, sums = run.config, Sums()
+    mask = batch.response_mask
+    for rows in minibatches(batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step):
+        warm = state.critic_steps < config.critic_lr_warmup_steps
+        lr = config.critic_lr * (state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0)
+        weights = row_weights("token-mean", batch, mask, rows)
+        for mb in micro_batches(batch, config, rows):
+            width = mb.mask.shape[1]
+            loss, parts = losses.value_loss(
+                critic_values(state.critic, mb),
+                old_values[mb.rows, :width],
+                returns[mb.rows, :width],
+                mb.mask,
+                value_clip=config.value_clip,
+                row_weights=weights[mb.rows],
+            )
+            check_finite("critic", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
+            loss.backward()
+            sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        sums.add_optimizer_step(optimizer_step(state.critic, state.critic_optimizer, lr, config))
+        state.critic_steps += 1
+    metrics = sums.means() | audit(old_values, returns, mask, batch.rewards, batch.group_ids)
+    head = state.critic.value_head
+    metrics |= {"lr": lr, "head_bias": float(distributed.full(head.bias.detach()))}
+    metrics["head_weight_norm"] = float(distributed.full(head.weight.detach()).norm())
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def update_policy(run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor) -> dict[str, float]:
+    """The surrogate objective; then the sampler gets the new weights."""
+    config, sums = run.config, Sums()
+    mask = loss_mask(batch, config)
+    weights, weight_parts = losses.importance_weights(
+        old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
+    )
+    cov_mask = ref_logprobs = None
+    if config.entropy_control != "none":
+        cov_mask = losses.covariance_mask(old_logprobs, advantages, mask, config.cov_fraction)
+    if state.reference is not None:
+        ref_logprobs, _ = score_policy(state.reference, batch, config)
+    for rows in minibatches(batch, config, state.step, config.epochs_per_step):
+        coefficients = row_weights(config.aggregation, batch, mask, rows, config.max_response_tokens)
+        for mb in micro_batches(batch, config, rows):
+            cells = mb.rows, slice(mb.mask.shape[1])
+            logprobs, entropy = forward_policy(state.policy, mb, config.temperature)
+            loss, parts = losses.policy_loss(
+                logprobs,
+                old_logprobs[cells],
+                advantages[cells],
+                mask[cells],
+                objective=run.row.objective,
+                row_weights=coefficients[mb.rows],
+                weights=weights[cells],
+                cov_mask=None if cov_mask is None else cov_mask[cells],
+                ref_logprobs=None if ref_logprobs is None else ref_logprobs[cells],
+                entropy=entropy if config.entropy_coef else None,
+                **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},
+            )
+            check_finite("policy", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
+            loss.backward()
+            sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        sums.add_optimizer_step(optimizer_step(state.policy, state.optimizer, config.lr, config))
+    distributed.copy_weights(state.policy, state.sampler.model)
+    state.sampler.weight_version += 1
+    metrics = sums.means() | {name: float(a / b) for name, (a, b) in weight_parts.items()} | {"lr": config.lr}
+    return {f"policy/{name}": value for name, value in metrics.items()}
+
+
+def row_weights(mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None) -> Tensor:
+    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the others."""
+    counts = mask.sum(1)
+    chosen = torch.zeros_like(counts, dtype=torch.bool)
+    chosen[rows] = True
+    kept = chosen & (counts > 0)  # a response without a trained token (overlong filter) leaves every count
+    return losses.aggregation_weights(mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept)
+
+
+def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, config: Config) -> float:
+    """Clip, step, clear; returns the gradient norm before clipping."""
+    norm = distributed.grad_norm(model, config.max_grad_norm)
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were.")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def check_finite(name: str, loss: Tensor, parts: dict, run: Run, state: State, rollouts: list[Rollout]) -> None:
+    """Stop the run on a NaN or infinite loss or model output, and leave the rollouts behind it in a file."""
+    if math.isfinite(loss.item()) and not parts["nonfinite"][0]:
+        return
+    file = run.folder / f"nonfinite_step_{state.step + 1:06d}_rank{distributed.rank()}.jsonl"
+    file.write_text("".join(json.dumps(sample_row(state.step + 1, r, True)) + "\n" for r in rollouts))
+    raise FloatingPointError(f"the {name} is not finite in step {state.step + 1} (loss {loss.item()}); its rollouts are in {file}.")
+
+
+# ---- books
+
+
+class Sums:
+    """Metrics as sums of numerators and denominators over micro-batches, minibatches and ranks; never a mean of means."""
+
+    def __init__(self):
+        self.pairs: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, parts: dict[str, tuple]) -> None:
+        """Add {name: (numerator, denominator)} of one micro-batch."""
+        for name, (numerator, denominator) in parts.items():
+            self.pairs[name][0] += float(numerator)
+            self.pairs[name][1] += float(denominator)
+
+    def add_optimizer_step(self, grad_norm: float) -> None:
+        """Count one optimizer step, which all ranks take together: the divisor of the loss and of the norm."""
+        share = 1 / distributed.world_size()
+        self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
+
+    def means(self) -> dict[str, float]:
+        """Quotients over all ranks; NaN where nothing was counted."""
+        names = sorted(self.pairs)
+        total = distributed.sum_on_device([self.pairs[n] for n in names])
+        return {n: a / b if b else math.nan for n, (a, b) in zip(names, total, strict=True)}
+
+
+class Clock:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self):
+        self.start, self.seconds = time.perf_counter(), {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - begin
+
+    def metrics(self, collected: rollout.Collected) -> dict[str, float]:
+        """perf/ metrics: seconds by phase and sampled tokens per second of rollout."""
+        tokens = sum(len(r.response_ids) for group in collected.finished for r in group)
+        step = time.perf_counter() - self.start
+        named = {f"perf/{phase}_s": s for phase, s in self.seconds.items()}
+        return named | {"perf/step_s": step, "perf/rollout_tokens_per_s": tokens / self.seconds["rollout"]}
+
+
+def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, float]:
+    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter the numbers."""
+    ended = [r for group in collected.finished for r in group]
+    kept = [r for group in collected.groups for r in group]
+    count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
+    reasons = Counter(r.reason for r in ended)
+    metrics = {
+        "groups_kept": len(collected.groups),
+        "groups_finished": count["finished"],
+        "groups_aborted": count["aborted"],
+        "groups_resumed": count["resumed"],
+        "groups_surplus": count["surplus"],
+        "rounds": count["rounds"],
+        "zero_variance_share": count["zero_variance"] / count["finished"] if count["finished"] else math.nan,
+        "all_right_share": count["all_right"] / count["finished"] if count["finished"] else math.nan,
+        "all_wrong_share": count["all_wrong"] / count["finished"] if count["finished"] else math.nan,
+        "reward_mean": mean([r.reward for r in ended]),
+        "kept_reward_mean": mean([r.reward for r in kept]),
+        "response_length_mean": mean([len(r.response_ids) for r in ended]),
+        "response_length_max": max((len(r.response_ids) for r in ended), default=0),
+        "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
+        "truncated_share": mean([r.finish_reason == "length" for r in ended]),
+        "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
+    }
+    metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
+    return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def score_metrics(batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor) -> dict[str, float]:
+    """Of the policy before its update: entropy, sampler against trainer, overlong penalty, advantages as trained."""
+    mask = batch.response_mask
+    gap = (old_logprobs - batch.rollout_logprobs)[mask]
+    return {
+        "policy/entropy": float(entropy[mask].mean()),
+        "policy/mismatch_abs": float(gap.abs().mean()),
+        "policy/mismatch_max": float(gap.abs().max()),
+        "policy/advantage_mean": float(advantages[mask].mean()),
+        "policy/advantage_std": float(advantages[mask].std()),
+        "rollout/overlong_penalty_mean": sum(r.overlong_penalty for r in batch.rollouts) / len(batch.rollouts),
+    }
+
+
+def sample_row(step: int, r: Rollout, kept: bool) -> dict:
+    """One line of rollouts.jsonl."""
+    return {
+        "step": step,
+        "problem_id": r.problem.id,
+        "sample_index": r.sample_index,
+        "prompt": r.problem.prompt,
+        "response": r.text,
+        "response_ids": r.response_ids,
+        "rollout_logprobs": r.rollout_logprobs,
+        "reward": r.reward,
+        "overlong_penalty": r.overlong_penalty,
+        "reason": r.reason,
+        "finish_reason": r.finish_reason,
+        "response_length": len(r.response_ids),
+        "kept": kept,
+    }
+
+
+def write_rollouts(run: Run, step: int, collected: rollout.Collected) -> None:
+    """Append `log_samples` responses of the step, whole groups first, to rollouts.jsonl."""
+    if distributed.rank() > 0 or run.config.log_samples == 0:
+        return
+    kept = {group[0].group for group in collected.groups}
+    rows = [sample_row(step, r, r.group in kept) for group in collected.finished for r in group]
+    append(run.folder / "rollouts.jsonl", rows if run.config.log_samples < 0 else rows[: run.config.log_samples])
+
+
+def append(file: Path, rows: Sequence[dict]) -> None:
+    """Append JSON lines; a NaN, which JSON does not have, becomes null."""
+    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v  # noqa: E731
+    with open(file, "a", encoding="utf-8") as out:
+        out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
+
+
+def forget_after(file: Path, step: int) -> None:
+    """Cut a JSONL file back to rows up to `step`: what a resumed run will write again."""
+    if distributed.rank() == 0 and file.exists():
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+
+
+def evaluate(run: Run, state: State) -> dict[str, float]:
+    """Held-out accuracy at the training temperature: mean raw reward over all samples of all problems."""
+    config, start = run.config, time.perf_counter()
+    groups = rollout.evaluate(
+        state.sampler,
+        run.grader,
+        run.eval_problems,
+        samples=config.eval_samples,
+        max_new_tokens=config.max_response_tokens,
+        temperature=config.temperature,
+        think=config.think,
+        seed=config.seed,
+    )
+    ended = [r for group in groups for r in group]
+    return {
+        "eval/accuracy": sum(r.reward for r in ended) / len(ended),
+        "eval/response_length_mean": sum(len(r.response_ids) for r in ended) / len(ended),
+        "eval/truncated_share": sum(r.finish_reason == "length" for r in ended) / len(ended),
+        "eval/seconds": time.perf_counter() - start,
+    }
+
+
+def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) -> None:
+    """One loud line for each way a run can be dead while its logs look alive."""
+    say = lambda sentence: print0(f"WARNING step {state.step}: {sentence}", file=sys.stderr)  # noqa: E731
+    if not metrics["rollout/groups_kept"]:
+        say(
+            f"no group kept of {metrics['rollout/groups_finished']} sampled: every group was all right "
+            f"({metrics['rollout/all_right_share']:.0%}) or all wrong ({metrics['rollout/all_wrong_share']:.0%}), so "
+            "nothing was trained. Use problems of another difficulty, a larger --group-size or more --max-refills."
+        )
+    if metrics["rollout/truncated_share"] == 1:
+        say("every response was cut off; raise --max-response-tokens or check the stop ids of the model.")
+    if state.critic_steps > 2 and metrics.get("critic/v_std", 1.0) < 1e-6:
+        say(
+            f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after {state.critic_steps} updates, "
+            f"head weight norm {metrics['critic/head_weight_norm']:.1e}. Check --critic-lr (now {run.config.critic_lr})."
+        )
+    if metrics.get("policy/mismatch_abs", 0.0) > 0.05:
+        say(
+            f"sampler and trainer disagree by {metrics['policy/mismatch_abs']:.3f} nats a token; importance weights "
+            "(--is-mode icepop) bound the harm, --dtype float32 shows whether precision is the cause."
+        )
+
+
+def summary(step: int, steps: int, m: dict[str, float]) -> str:
+    """The metrics of a step that fit one line."""
+    parts = [f"step {step}/{steps}", f"reward {m['rollout/reward_mean']:.3f}"]
+    parts += [f"length {m['rollout/response_length_mean']:.0f}", f"zero-var {m['rollout/zero_variance_share']:.2f}"]
+    if "policy/loss" in m:
+        parts += [f"entropy {m['policy/entropy']:.3f}", f"grad {m['policy/grad_norm']:.2f}"]
+    if "critic/loss" in m:
+        parts += [f"V-loss {m['critic/loss']:.3f}", f"V-EV {m['critic/explained_variance']:.2f}"]
+        parts += [] if "policy/loss" in m else ["critic only"]
+    if "eval/accuracy" in m:
+        parts.append(f"held-out {m['eval/accuracy']:.3f}")
+    return " | ".join([*parts, f"{m['perf/step_s']:.1f} s"])
+
+
+# ---- the loop
+
+
+def train(config: Config, device: torch.device) -> Path:
+    """Run to `steps` (or to Ctrl-C) and return the run directory."""
+    run, state = set_up(config, device)
+    print0(f"{config.algorithm}: {run.row.about}\n{len(run.problems)} problems, run directory {run.folder}")
+    metrics_file = run.folder / "metrics.jsonl"
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        forget_after(run.folder / name, state.step)
+    with run.grader, stop_after_step(state):
+        if state.step == 0 and run.eval_problems:
+            start = evaluate(run, state)
+            print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
+            if distributed.rank() == 0:
+                append(metrics_file, [{"step": 0} | start])
+        empty_steps = 0
+        progress = tqdm(total=config.steps, initial=state.step, desc=config.algorithm, disable=distributed.rank() > 0)
+        while state.step < config.steps and not distributed.any_rank(state.stop):
+            metrics = train_step(run, state)
+            last = state.step == config.steps
+            if run.eval_problems and (last or (config.eval_every and state.step % config.eval_every == 0)):
+                metrics |= evaluate(run, state)
+            if distributed.rank() == 0:
+                append(metrics_file, [{"step": state.step} | metrics])
+                progress.write(summary(state.step, config.steps, metrics))
+            progress.update()
+            empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
+            alarms(run, state, metrics, empty_steps)
+            if last or (config.save_every and state.step % config.save_every == 0):
+                save_checkpoint(run, state)
+            if empty_steps == 3:
+                print0("stopped: three steps in a row kept no group, so the policy cannot learn from these problems.", file=sys.stderr)
+                break
+        progress.close()
+        save_checkpoint(run, state)
+    report(run, state)
+    return run.folder
+
+
+@contextmanager
+def stop_after_step(state: State) -> Iterator[None]:
+    """Ctrl-C and SIGTERM finish the step in hand and save; a second Ctrl-C ends at once."""
+
+    def handler(number, frame):
+        if state.stop and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        state.stop = True
+        print0("\nstopping after this step (Ctrl-C again to stop at once, losing it)", file=sys.stderr)
+
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def report(run: Run, state: State) -> None:
+    """Figures, and where everything is."""
+    if distributed.rank() > 0:
+        return
+    draw = subprocess.run([sys.executable, str(ROOT / "diagnose.py"), str(run.folder)], capture_output=True, text=True)
+    if draw.returncode:
+        print0(f"no figures: {draw.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    if accuracies:
+        print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
+    if state.step < run.config.steps:
+        print0(f"stopped after step {state.step}; go on with --resume --output-dir {run.folder}")
+    print0(f"run directory: {run.folder}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line entry."""
+    try:
+        config = parse(argv).resolved(losses.ALGORITHMS)
+        distributed.relaunch(config.nproc)
+        device = distributed.init(config.device)
+        if config.dtype == "auto":
+            config.dtype = "bfloat16" if device.type == "cuda" else "float32"
+        train(config, device)
+    except (ValueError, FileNotFoundError, ImportError, FloatingPointError) as error:
+        raise SystemExit(f"error: {error}") from error
+    finally:
+        distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
