@@ -566,7 +566,7 @@ def policy_loss(
     """
     log_ratio, usable = usable_difference(logprobs, old_logprobs, mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = keep(advantages, usable & torch.isfinite(advantages))
+    advantages = keep(advantages, mask & torch.isfinite(advantages))
     seen = ratio_at_level(log_ratio, mask, ratio_level)
     limits = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     limits |= dict(sapo_tau_pos=sapo_tau_pos, sapo_tau_neg=sapo_tau_neg)

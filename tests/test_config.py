@@ -1,0 +1,84 @@
+"""Configuration: flags, recipes, row defaults, and one clear sentence for what cannot run."""
+
+import pytest
+
+from config import Config, ConfigError, parse
+from losses import ALGORITHMS
+
+
+def test_kebab_and_snake_flags_and_negated_booleans():
+    config = parse(["--max-prompt-tokens", "5", "--max_response_tokens=7", "--no-dynamic-sampling"])
+    assert (config.max_prompt_tokens, config.max_response_tokens) == (5, 7)
+    assert config.dynamic_sampling is False
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("lr: 1e-6\ncritic_lr: 5.0e-6\nmodel: some dir\nwhiten_advantages: false\n")
+    config = parse(["--config", str(recipe), "--lr", "3e-6"])
+    assert (config.lr, config.critic_lr, config.model) == (3e-6, 5e-6, "some dir")
+    assert config.whiten_advantages is False
+    assert config.steps == Config.steps
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_resolves_and_names_only_config_fields(name):
+    config = Config(algorithm=name).resolved(ALGORITHMS)
+    for field, value in ALGORITHMS[name].defaults.items():
+        assert getattr(config, field) == value
+
+
+def test_the_users_value_wins_over_the_rows_default():
+    assert ALGORITHMS["justrl2"].defaults["clip_high"] == 0.28
+    assert Config(algorithm="justrl2", clip_high=0.5).resolved(ALGORITHMS).clip_high == 0.5
+    assert Config(algorithm="ppo", whiten_advantages=False).resolved(ALGORITHMS).whiten_advantages is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(algorithm="grpoo"), ["--algorithm", "grpoo", "grpo, "]),
+        (dict(overlong_buffer_tokens=128), ["--overlong-buffer-tokens", "128", "max_response_tokens"]),
+        (dict(algorithm="grpo", group_size=1), ["--group-size", "grpo", "critic"]),
+        (dict(algorithm="justrl2", group_size=1), ["--dynamic-sampling", "--group-size"]),
+        (dict(gae_lambda_k=0.0), ["--gae-lambda-k", "(0, 1]"]),
+        (dict(gamma=0.9), ["--gamma", "gae_lambda_k"]),
+        (dict(num_critic_only_steps=30), ["--num-critic-only-steps", "steps (30)"]),
+        (dict(partial_rollout=True), ["--partial-rollout", "--over-sampling"]),
+        (dict(aggregation="mean"), ["--aggregation", "token-mean"]),
+        (dict(temperature=0.0), ["--temperature", "above 0"]),
+        (dict(lr=-1.0), ["--lr", "negative"]),
+        (dict(is_low=6.0), ["--is-low", "is_high"]),
+        (dict(resume=True), ["--resume", "--output-dir"]),
+    ],
+)
+def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
+    with pytest.raises(ConfigError) as error:
+        Config(**fields).resolved(ALGORITHMS)
+    message = str(error.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_critic_mode_accepts_group_size_one():
+    config = Config(algorithm="ppo", group_size=1, dynamic_sampling=False).resolved(ALGORITHMS)
+    assert config.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("lrr: 1\n", ["lrr", "unknown"]), ("- a\n", ["field: value"]), ("a: [", ["cannot be read"])],
+)
+def test_bad_recipes_are_named(tmp_path, text, words):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse(["--config", str(recipe)])
+    assert all(word in str(error.value) for word in [*words, str(recipe)])
+
+
+def test_missing_recipe_and_unknown_flag_are_named():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        parse(["--config", "nowhere.yaml"])
+    with pytest.raises(ConfigError, match="--max-prompt-tok"):  # no silent prefix matching
+        parse(["--max-prompt-tok", "5"])

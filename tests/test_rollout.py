@@ -1,0 +1,249 @@
+"""The sampler equals the trainer and the plain loop; groups are collected as specified."""
+
+from collections import Counter
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import rollout
+from data import DataOrder, Problem, pack
+from model import Transformer
+from rollout import Sampler, collect, draw, has_signal, mix, response_key, uniforms
+from train import forward_policy
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def model(random_tiny_model):
+    model = Transformer.from_pretrained(random_tiny_model).requires_grad_(False)
+    with torch.no_grad():
+        model.head_weight.mul_(60)  # init std 0.02 would be uniform: make the distribution one with shape
+    return model
+
+
+def tokens(rollouts):
+    return [r.response_ids for r in rollouts]
+
+
+# ---- random numbers
+
+
+def test_uniforms_are_splitmix_of_key_and_counter():
+    key = response_key(1, 2, 3, 4)
+    got = uniforms(torch.tensor([key] * 3), torch.tensor([0, 1, 1000]))
+    exact = [(mix((key + (t + 1) * rollout.GOLDEN) & rollout.MASK64) >> 12) * 2.0**-52 for t in (0, 1, 1000)]
+    assert got.tolist() == exact
+    # Published first outputs of SplitMix64 with seed 0.
+    assert mix(rollout.GOLDEN) == 0xE220A8397B1DCDAF
+    assert mix(2 * rollout.GOLDEN & rollout.MASK64) == 0x6E789E6AA1B965F4
+
+
+def test_every_part_of_the_key_matters():
+    keys = {response_key(*(v if i == k else 5 for i in range(4))) for k in range(4) for v in (-1, 6, 7)}
+    assert len(keys) == 12
+
+
+def test_draw_follows_the_softmax_chi_square():
+    torch.manual_seed(0)
+    logits, temperature, n = torch.randn(1, 12) * 2, 0.7, 40_000
+    u = uniforms(torch.full((n,), response_key(0, 0, 0, 0)), torch.arange(n))
+    drawn, logprobs = draw(logits.expand(n, -1), temperature, u)
+    expected = torch.softmax(logits[0].double() / temperature, 0) * n
+    chi2 = ((torch.bincount(drawn, minlength=12) - expected) ** 2 / expected).sum()
+    assert chi2 < 31.3  # 0.999 quantile with 11 degrees of freedom
+    oracle = torch.log_softmax(logits.double() / temperature, -1)[0][drawn]
+    assert torch.allclose(logprobs.double(), oracle, atol=1e-6)
+
+
+def test_draw_never_takes_a_token_of_probability_zero():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    u = torch.tensor([0.0, 0.49999, 0.50001, 1 - 2.0**-52], dtype=torch.float64)
+    drawn, _ = draw(logits.expand(4, -1), 1.0, u)
+    assert drawn.tolist() == [1, 1, 3, 3]
+
+
+# ---- sampler equals trainer, and itself
+
+
+def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_slots(model):
+    for temperature in (0.7, 1.0, 1.6):
+        sampler = Sampler(model, eos_ids=[2, 3, 4], slots=3)
+        rollouts = sampler.generate(PROMPTS, n=4, max_new_tokens=24, temperature=temperature, seed=1)
+        assert len({len(r.response_ids) for r in rollouts}) > 3  # ragged, so slots were reused at odd times
+        mb = pack(rollouts, range(len(rollouts)))
+        with torch.no_grad():
+            logprobs, _ = forward_policy(model, mb, temperature)
+        stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
+        assert (logprobs - stored).abs().max() < 1e-5
+
+
+def test_samples_do_not_depend_on_slots_order_or_company(model):
+    wanted = tokens(Sampler(model, [2, 3], slots=16).generate(PROMPTS, n=3, max_new_tokens=20, seed=5))
+    for slots in (1, 2, 5):
+        assert tokens(Sampler(model, [2, 3], slots=slots).generate(PROMPTS, n=3, max_new_tokens=20, seed=5)) == wanted
+    alone = Sampler(model, [2, 3], slots=4).generate(PROMPTS[:1], n=2, max_new_tokens=20, seed=5)
+    assert tokens(alone) == wanted[:2]
+    other = Sampler(model, [2, 3], slots=16).generate(PROMPTS, n=3, max_new_tokens=20, seed=6)
+    assert tokens(other) != wanted
+
+
+def test_an_interrupted_response_goes_on_as_if_nothing_had_happened(model):
+    sampler = Sampler(model, [2, 3], slots=4)
+    wanted = sampler.generate(PROMPTS, n=3, max_new_tokens=20, seed=5)
+    rollouts = []
+    for p, ids in enumerate(PROMPTS):
+        rollouts += [rollout.Rollout(Problem("", p, "", ids, ""), p, j, response_key(5, 0, p, j)) for j in range(3)]
+    rounds = 0
+    while any(not r.finished for r in rollouts):
+        sampler.run(rollouts, 20, 1.0, on_finish=lambda r: True)  # stop at the first that ends
+        rounds += 1
+    assert rounds > 2
+    assert tokens(rollouts) == tokens(wanted)
+    for a, b in zip(rollouts, wanted, strict=True):
+        assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-5)
+        assert a.finish_reason == b.finish_reason and len(a.weight_versions) == len(a.response_ids)
+
+
+def test_s3_greedy_tokens_equal_transformers_one_at_a_time(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    got = Sampler(model, eos_ids=[2], slots=3).generate(PROMPTS, max_new_tokens=16, temperature=0)
+    for prompt, r in zip(PROMPTS, got, strict=True):
+        ids = torch.tensor([prompt])
+        out = oracle.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert r.response_ids == out[0, len(prompt) :].tolist()
+        logits = oracle(torch.tensor([prompt + r.response_ids])).logits[0, len(prompt) - 1 : -1]
+        scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
+        assert r.rollout_logprobs == pytest.approx(scored.tolist(), abs=1e-4)
+
+
+def test_every_stop_id_ends_a_response_and_is_its_last_token(model):
+    stops = [2, 3, 4, 5, 6]
+    rollouts = Sampler(model, stops, slots=8).generate(PROMPTS, n=16, max_new_tokens=30, seed=2)
+    last = Counter(r.response_ids[-1] for r in rollouts if r.finish_reason == "stop")
+    assert len(last) > 2  # several of the ids really occurred
+    for r in rollouts:
+        assert not set(r.response_ids[:-1]) & set(stops)
+        assert (r.finish_reason == "stop") == (r.response_ids[-1] in stops)
+        assert r.finish_reason == "stop" or len(r.response_ids) == 30
+
+
+def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(model):
+    (r,) = Sampler(model, range(64)).generate(PROMPTS[:1], max_new_tokens=1)
+    assert r.finish_reason == "stop" and len(r.response_ids) == 1
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="no tokens"):
+        Sampler(model, [2]).generate([[]])
+
+
+# ---- groups
+
+
+def test_bc07a_a_group_has_signal_only_if_rewards_differ():
+    for flat in ([0.7] * 8, [0.1] * 8, [1 / 3] * 3, [0.2] * 3, [0.0] * 8, [1.0] * 8):
+        assert not has_signal(flat)
+    assert has_signal([0.1] * 7 + [0.2]) and has_signal([1.0] + [0.0] * 7)
+
+
+class LengthGrader:
+    """Right if the response has an even number of tokens: mixed groups, and independent of any text."""
+
+    def __init__(self, verdict=lambda n: n % 2 == 0):
+        self.verdict, self.graded = verdict, 0
+
+    def submit(self, response, label, think="auto"):
+        self.graded += 1
+        future = Future()
+        correct = self.verdict(len(response.split()))
+        future.set_result(SimpleNamespace(correct=correct, reason="ok" if correct else "wrong"))
+        return future
+
+
+class WordTokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+def collect_config(**changes):
+    fields = dict(
+        prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3, dynamic_sampling=True, seed=0,
+        max_response_tokens=24, temperature=1.0, think="auto", partial_rollout=False,
+    )  # fmt: skip
+    return SimpleNamespace(**fields | changes)
+
+
+PROBLEMS = [Problem(f"p{i}", i, "", PROMPTS[i % 4], "") for i in range(10)]
+
+
+def run_collect(model, grader, buffer=(), step=0, order=None, **changes):
+    sampler = Sampler(model, range(2, 12), slots=12, tokenizer=WordTokenizer())
+    order = order or DataOrder(len(PROBLEMS), 0)
+    return collect(sampler, grader, PROBLEMS, order, buffer, collect_config(**changes), step)
+
+
+def test_kept_groups_are_whole_graded_and_have_signal(model):
+    collected = run_collect(model, LengthGrader())
+    assert len(collected.groups) == 4 and collected.counts["zero_variance"] > 0
+    for group in collected.groups:
+        assert [r.sample_index for r in group] == [0, 1, 2, 3]
+        assert has_signal(r.reward for r in group)
+        for r in group:
+            expected = len(r.response_ids) - (r.finish_reason == "stop")
+            assert r.reward == (expected % 2 == 0) and r.reason in ("ok", "wrong")
+    numbers = [group[0].group for group in collected.groups]
+    assert numbers == sorted(numbers)
+
+
+def test_refills_are_bounded_when_nothing_can_be_kept(model):
+    grader = LengthGrader(verdict=lambda n: False)
+    collected = run_collect(model, grader)
+    assert collected.groups == [] and collected.counts["rounds"] == 4
+    assert collected.counts["finished"] == collected.counts["zero_variance"] == 16
+    assert grader.graded == 16 * 4
+
+
+def test_without_dynamic_sampling_every_group_is_kept(model):
+    collected = run_collect(model, LengthGrader(verdict=lambda n: False), dynamic_sampling=False)
+    assert len(collected.groups) == 4 and collected.counts["rounds"] == 1
+
+
+def test_surplus_is_aborted_and_resumed_without_losing_a_token(model):
+    order = DataOrder(len(PROBLEMS), 0)
+    options = dict(over_sampling=2.0, dynamic_sampling=False, partial_rollout=True, prompts_per_step=2)
+    first = run_collect(model, LengthGrader(), order=order, **options)
+    assert len(first.groups) == 2 and first.counts["aborted"] >= 1
+    aborted = first.unfinished
+    before = {(r.group, r.sample_index): list(r.response_ids) for group in aborted for r in group}
+    assert any(before.values())
+    second = run_collect(model, LengthGrader(), buffer=aborted, step=1, order=order, **options)
+    resumed = [r for group in [*second.finished, *second.unfinished] for r in group if (r.group, r.sample_index) in before]
+    assert len(resumed) == len(before)
+    for r in resumed:
+        start = before[r.group, r.sample_index]
+        assert r.response_ids[: len(start)] == start and len(r.response_ids) <= 24
+    # The draw is that of the step in which the response began.
+    whole = run_collect(model, LengthGrader(), over_sampling=1.0, dynamic_sampling=False, prompts_per_step=4)
+    wanted = {(r.group, r.sample_index): r.response_ids for group in whole.groups for r in group}
+    for r in resumed:
+        assert not r.finished or r.response_ids == wanted[r.group, r.sample_index]
+
+
+def test_without_partial_rollout_the_surplus_is_dropped(model):
+    collected = run_collect(model, LengthGrader(), over_sampling=2.0, dynamic_sampling=False, prompts_per_step=2)
+    assert collected.counts["aborted"] >= 1 and collected.unfinished == []
+
+
+def test_evaluation_is_the_same_every_time_and_in_order(model):
+    run = lambda slots: rollout.evaluate(  # noqa: E731
+        Sampler(model, [2, 3, 4], slots=slots, tokenizer=WordTokenizer()), LengthGrader(), PROBLEMS,
+        samples=3, max_new_tokens=24, temperature=1.0, think="auto", seed=0,
+    )  # fmt: skip
+    first, second = run(4), run(64)
+    assert [g[0].problem.id for g in first] == [p.id for p in PROBLEMS]
+    assert [tokens(g) for g in first] == [tokens(g) for g in second]
