@@ -8,7 +8,6 @@ alone, because the gradient into the backbone is proportional to the head's weig
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -32,8 +31,7 @@ class Critic(nn.Module):
         """Values (A,) float32 of the states after tokens `action_index` (A,) of the packed sequences (see MicroBatch)."""
         positions = segment_positions(cu_seqlens, len(input_ids))
         hidden = self.model(input_ids, positions, packed_attention(cu_seqlens, int(cu_seqlens.diff().max())))
-        head = self.value_head
-        return F.linear(hidden[action_index].float(), head.weight.float(), head.bias.float()).squeeze(-1)
+        return hidden[action_index].float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
 
     @classmethod
     def from_policy(cls, path: str | Path, bias: float, compute_dtype: torch.dtype = torch.float32) -> "Critic":

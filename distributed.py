@@ -42,7 +42,8 @@ def relaunch(nproc: int) -> None:
     if nproc <= 1 or "LOCAL_RANK" in os.environ:
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*launcher, f"--nproc-per-node={nproc}", *sys.argv])
+    # After `--`, or the launcher takes our --nproc for a short form of its own --nproc-per-node.
+    os.execv(sys.executable, [*launcher, f"--nproc-per-node={nproc}", "--", *sys.argv])
 
 
 def init(device: str) -> torch.device:
@@ -66,16 +67,20 @@ def shutdown() -> None:
 
 
 def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer in `compute_dtype`.
-
-    Losses are sums over the whole step with global denominators, so gradients are added over ranks, not averaged.
-    """
+    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer in `compute_dtype`."""
     if world_size() == 1:
         return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in (*layers, module):
         fully_shard(part, mp_policy=policy)
-        part.set_gradient_divide_factor(1.0)
+
+
+def backward(loss: Tensor) -> None:
+    """Gradients of the sum of all ranks' losses, whose denominators are global already.
+
+    FSDP2 averages gradients; its own sum (set_gradient_divide_factor) does not exist on gloo.
+    """
+    (loss * world_size()).backward()
 
 
 def gather(objects: list) -> list:

@@ -377,7 +377,9 @@ def importance_weights(
         "is_outside": mean_pair(~inside, usable),
         "is_abs_deviation": mean_pair((ratio - 1).abs(), usable),
         "mismatch_abs": mean_pair(mismatch.abs(), usable),
-        "mismatch_kl": mean_pair(approx_kl(-mismatch, 0 * mismatch, bound=KL_LOSS_BOUND), usable),
+        "mismatch_kl": mean_pair(
+            approx_kl(rollout_logprobs, old_logprobs, mask=mask, bound=KL_LOSS_BOUND), usable
+        ),
     }
     return keep(weights, usable), metrics
 
@@ -590,7 +592,7 @@ def policy_loss(
     if entropy_control == "clip_cov":
         loss = torch.where(cov_mask, loss.detach(), loss)
     elif entropy_control == "kl_cov":
-        # Tokens of the old policy: this direction has the exact gradient of KL(old || new).
+        # k3 with the roles swapped: for tokens of the old policy it is KL(old || new), exactly.
         moved = approx_kl(old_logprobs, logprobs, mask=mask, bound=KL_LOSS_BOUND)
         loss = loss + cov_kl_coef * keep(moved, cov_mask)
     if ref_logprobs is not None:

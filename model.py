@@ -1,8 +1,8 @@
 """Llama, Qwen2 and Qwen3 decoders (SmolLM2 and MiniCPM5 are Llama) on packed tokens.
 
-Parameter names are the Hugging Face names, so a checkpoint is read and written without a key map. The decoder
-does not know how attention is done: the caller hands it an `attend` function, either packed causal attention
-(training) or a view of a KV cache (sampling), and everything else is the same code in both cases.
+Parameter names are the Hugging Face names, so a checkpoint is read and written without a key map.
+The decoder does not know how tokens attend to each other: the caller hands it an `attend` function,
+packed causal attention for training or a view of a KV cache for sampling. All else is shared.
 """
 
 import copy
@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kernels import logprob_entropy
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# attend(layer, q (M, H, d), k (M, KV, d), v (M, KV, d)) -> (M, H, d)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,6 +35,7 @@ class Linear(nn.Linear):
     """Linear map computed in the dtype of its input, whatever dtype the weights are stored in."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # float32 masters with bf16 activations, without autocast: the cast is here and nowhere else
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
@@ -49,54 +53,61 @@ class RMSNorm(nn.Module):
 
 
 class Rotary:
-    """Cosines and sines of the rotary embedding, for every rope type of `transformers`.
+    """Rotary embedding (arXiv:2104.09864), for every rope type that `transformers` knows.
 
     Not a module and not a buffer: `model.to(torch.bfloat16)` must never round the frequencies.
-    `native_length` is the longest sequence for which the frequencies are the same for all lengths (None: always).
+    `native_length`: longest sequence whose frequencies do not depend on its length; None: no limit.
     """
 
     def __init__(self, config: PretrainedConfig):
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        self.config = config
-        self.type = rope.get("rope_type", rope.get("type", "default"))
-        self.theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
-        if self.type != "default" and self.type not in ROPE_INIT_FUNCTIONS:
-            raise ValueError(f"rope_type {self.type!r} is not supported; known: default, {', '.join(ROPE_INIT_FUNCTIONS)}.")
-        native = {"dynamic": config.max_position_embeddings, "longrope": rope.get("original_max_position_embeddings")}
-        self.native_length = native.get(self.type)
-        self.frequencies, self.scaling = self._init(None)
+        self.config, self.rope, self.head_size = config, config.rope_parameters, head_size(config)
+        self.type = self.rope["rope_type"]
+        if self.type not in ("default", *ROPE_INIT_FUNCTIONS):
+            known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+            raise ValueError(f"rope_type {self.type!r} is not supported; use one of {known}.")
+        self.native_length = {
+            "dynamic": config.max_position_embeddings,
+            "longrope": self.rope.get("original_max_position_embeddings"),
+        }.get(self.type)
+        self.frequencies, self.scaling = self._frequencies()
+        if 2 * len(self.frequencies) != self.head_size:
+            raise ValueError("partial_rotary_factor below 1 is not supported; use another model.")
 
-    def _init(self, length: int | None) -> tuple[Tensor, float]:
+    def _frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
+        """Angles per position (d/2,), and the factor on cos and sin, for `length` tokens."""
         with torch.device("cpu"):  # the model itself may be under construction on the meta device
             if self.type == "default":
-                exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float) / self.config.head_dim
-                return 1.0 / self.theta**exponent, 1.0
-            return ROPE_INIT_FUNCTIONS[self.type](self.config, "cpu", seq_len=length)
+                exponents = torch.arange(0, self.head_size, 2).float() / self.head_size
+                return 1.0 / self.rope["rope_theta"] ** exponents, 1.0
+            # A tensor, because transformers then computes in float32; a Python int would differ.
+            seq_len = None if length is None else torch.tensor(length)
+            return ROPE_INIT_FUNCTIONS[self.type](self.config, "cpu", seq_len=seq_len)
 
-    def _by_segment(self, positions: Tensor) -> Tensor:
-        """Frequencies per token (M, d/2) when some segment is longer than `native_length`."""
+    def _frequencies_by_segment(self, positions: Tensor) -> Tensor:
+        """Frequencies per token (M, d/2) where each packed segment has those of its own length."""
         starts = (positions == 0).nonzero().flatten().tolist() + [len(positions)]
-        rows = [self._init(b - a)[0].expand(b - a, -1) for a, b in zip(starts, starts[1:])]
+        lengths = [end - start for start, end in pairwise(starts)]
+        rows = [self._frequencies(n)[0].expand(n, -1) for n in lengths]
         return torch.cat(rows).to(positions.device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (M,) -> cos, sin (M, 1, d) float32; sin carries the sign of the half rotation."""
-        self.frequencies = self.frequencies.to(positions.device)
-        frequencies = self.frequencies
+        """positions (M,) -> cos, sin (M, 1, d) float32, the first half of sin negated."""
+        self.frequencies = frequencies = self.frequencies.to(positions.device)
         if self.native_length and positions.max() >= self.native_length:
-            frequencies = self._by_segment(positions)
+            frequencies = self._frequencies_by_segment(positions)
         angle = (positions[:, None].float() * frequencies)[:, None]
         cos, sin = angle.cos() * self.scaling, angle.sin() * self.scaling
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 class Attention(nn.Module):
-    """Projections, optional q/k norm (Qwen3) and rotary embedding; the attention itself is `attend`."""
+    """Projections, q/k norm (Qwen3) and rotary embedding; the attention itself is `attend`."""
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        size, d = config.hidden_size, config.head_dim
+        size, d = config.hidden_size, head_size(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        # Qwen2 has no attention_bias field: q, k and v have a bias, o has none.
         qwen2 = config.model_type == "qwen2"
         bias = qwen2 or config.attention_bias
         self.q_proj = Linear(size, heads * d, bias=bias)
@@ -112,7 +123,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))
         k = self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim))
         v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
-        # One rotation for q and k together: decoding a small model is bound by the number of operations.
+        # q and k are rotated together: decoding a small model is bound by the number of operations.
         qk = torch.cat([q, k], 1).float()
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).to(x.dtype)
         q, k = qk.split([self.heads, self.kv_heads], 1)
@@ -124,7 +135,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
+        size, inner = config.hidden_size, config.intermediate_size
+        bias = getattr(config, "mlp_bias", False)  # a field of Llama only
         self.gate_proj = Linear(size, inner, bias=bias)
         self.up_proj = Linear(size, inner, bias=bias)
         self.down_proj = Linear(inner, size, bias=bias)
@@ -152,12 +164,15 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the backbone of the policy and of the critic.
 
-    `compute_dtype` is the dtype of the activations; `gradient_checkpointing` recomputes each layer in backward.
+    `compute_dtype`: of the activations. `gradient_checkpointing`: recompute layers in backward.
     """
 
     def __init__(self, config: PretrainedConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
-        check_config(config)
+        if config.model_type not in FAMILIES:
+            raise ValueError(unsupported(config.model_type))
+        if getattr(config, "sliding_window", None) and "sliding_attention" in config.layer_types:
+            raise ValueError("sliding-window attention is not supported; use another model.")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -166,10 +181,7 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """input_ids (M,), positions (M,) -> hidden states (M, D) in `compute_dtype`.
-
-        `attend(layer, q (M, H, d), k (M, KV, d), v (M, KV, d)) -> (M, H, d)` mixes the tokens.
-        """
+        """input_ids (M,), positions (M,) -> hidden states (M, D) in `compute_dtype`."""
         x = self.embed_tokens(input_ids).to(self.compute_dtype)
         cos, sin = self.rotary(positions)
         for i, layer in enumerate(self.layers):
@@ -181,7 +193,7 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Causal language model: `.model` (Decoder) and `.lm_head` (absent when tied to the embedding)."""
+    """Causal language model: `.model` (Decoder) and `.lm_head` (absent when tied)."""
 
     def __init__(self, config: PretrainedConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -189,7 +201,7 @@ class Transformer(nn.Module):
         self.model = Decoder(config, compute_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.generation_config: str | None = None  # JSON text carried from the source to the saved checkpoint
+        self.generation_config: str | None = None  # JSON text, saved as it was loaded
 
     @property
     def head_weight(self) -> Tensor:
@@ -197,19 +209,25 @@ class Transformer(nn.Module):
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor, action_index: Tensor, targets: Tensor, temperature: float = 1.0
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        action_index: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (A,) float32 of the actions `targets` (A,) taken after tokens `action_index` (A,).
+        """Log-prob and entropy (A,), float32, of action `targets[a]` after token `action_index[a]`.
 
-        input_ids (M,) holds the sequences one after another, cu_seqlens (S+1,) int32 their boundaries.
+        input_ids (M,): S sequences, one after another. cu_seqlens (S+1,) int32: their boundaries.
         """
         positions = segment_positions(cu_seqlens, len(input_ids))
-        hidden = self.model(input_ids, positions, packed_attention(cu_seqlens, int(cu_seqlens.diff().max())))
+        attend = packed_attention(cu_seqlens, int(cu_seqlens.diff().max()))
+        hidden = self.model(input_ids, positions, attend)
         hidden = hidden[action_index]  # before the head: prompt tokens never cost a row of V logits
-        return logprob_entropy(hidden, self.head_weight.to(hidden.dtype), targets, temperature=temperature)
+        return logprob_entropy(hidden, self.head_weight, targets, temperature=temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., D) -> logits (..., V), accumulated and returned in float32 (never rounded to bf16)."""
+        """hidden (..., D) -> logits (..., V) in float32, never rounded to bf16 on the way."""
         weight = self.head_weight.to(hidden.dtype)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             rows = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -218,31 +236,39 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
     ) -> "Transformer":
-        """Load a local directory or hub model on the CPU: weights stored in `dtype`, activations in `compute_dtype`."""
+        """Load a directory or hub model onto the CPU, weights in `dtype`.
+
+        compute_dtype: of the activations, default `dtype`. Raises as `load_config`, `load_weights`.
+        """
         folder = local_folder(path)
         with torch.device("meta"):
             model = cls(load_config(folder), compute_dtype or dtype)
-        load_weights(model, folder, dtype, ignore=("lm_head.weight",) if model.config.tie_word_embeddings else ())
-        generation_config = folder / "generation_config.json"
-        model.generation_config = generation_config.read_text() if generation_config.exists() else None
+        # A tied checkpoint may hold the head a second time.
+        tied = model.config.tie_word_embeddings
+        load_weights(model, folder, dtype, ignore=("lm_head.weight",) if tied else ())
+        file = folder / "generation_config.json"
+        model.generation_config = file.read_text() if file.exists() else None
         return model
 
-    def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None, state_dict: dict | None = None) -> None:
-        """Write config.json, generation_config.json and safetensors that `transformers` and vLLM load.
+    def save_pretrained(
+        self, path: str | Path, dtype: torch.dtype | None = None, state_dict: dict | None = None
+    ) -> None:
+        """Write a directory that `transformers` and vLLM load, weights in `dtype` (default: as is).
 
-        dtype: of the written weights (default: as stored). state_dict: full weights when this module holds shards.
+        state_dict: the full weights, where this module holds only shards of them.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         dtype = dtype or self.head_weight.dtype
-        weights = {name: w.detach().to("cpu", dtype) for name, w in (state_dict or self.state_dict()).items()}
+        weights = (state_dict or self.state_dict()).items()
+        weights = {name: w.detach().to("cpu", dtype) for name, w in weights}
         save_torch_state_dict(weights, folder, max_shard_size="4GB")
-        config = copy.deepcopy(self.config)
-        config.dtype = dtype
-        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(folder)
+        save_config(self.config, folder, dtype)
         if self.generation_config:
             (folder / "generation_config.json").write_text(self.generation_config)
 
@@ -263,10 +289,10 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.is_cuda and q.dtype != torch.float32 and (kernel := varlen_kernel()):
             return kernel(q, k, v, cu_seqlens, max_seqlen)
-        # (1, heads, M, d): with three dimensions SDPA takes a path that is up to 8 times slower.
-        segments = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)))
+        # One call per segment, nothing padded. Given three dimensions SDPA is up to 8x slower.
+        q, k, v = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
         sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        return torch.cat([sdpa(*segment) for segment in segments], 2)[0].transpose(0, 1)
+        return torch.cat(list(map(sdpa, q, k, v)), 2)[0].transpose(0, 1)
 
     return attend
 
@@ -291,33 +317,41 @@ def varlen_kernel() -> Callable | None:
 
 
 class KVCache:
-    """Keys and values of `slots` sequences, (layers, slots, kv_heads, capacity, d); capacity grows on demand."""
+    """Keys and values of `slots` sequences, each (layers, slots, kv_heads, capacity, d).
 
-    def __init__(self, config: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device | str):
-        shape = config.num_hidden_layers, slots, config.num_key_value_heads, 0, config.head_dim
+    `dtype` is the compute dtype of the decoder. The capacity, in tokens per slot, grows on demand.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, slots: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        shape = config.num_hidden_layers, slots, config.num_key_value_heads, 0, head_size(config)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.native_length = Rotary(config).native_length
 
     def _reserve(self, length: int) -> None:
-        """Make room for `length` tokens per slot, at least doubling so that growth costs O(1) per token."""
+        """Make room for `length` tokens per slot, growing by a quarter at least."""
         if self.native_length and length > self.native_length:
             raise ValueError(
-                f"the rope type of this model changes all keys beyond {self.native_length} tokens, so a cache cannot "
-                f"hold {length}; limit prompt + response to {self.native_length} tokens."
+                f"a cache of {length} tokens is impossible with this rope type, every token past "
+                f"{self.native_length} changes all keys; limit prompt + response to that."
             )
         if length > (capacity := self.keys.shape[3]):
             extra = max(length, capacity * 5 // 4, 32) - capacity
             self.keys = F.pad(self.keys, (0, 0, 0, extra))
             self.values = F.pad(self.values, (0, 0, 0, extra))
 
+    def _clear(self, slots: Tensor) -> None:
+        """Forget the last user of each slot: a masked position has weight 0, but 0 * NaN is NaN."""
+        self.keys[:, slots] = 0
+        self.values[:, slots] = 0
+
     @torch.no_grad()
     def prefill(self, slots: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Attend:
         """Packed causal attention that also stores segment i at positions 0.. of slot slots[i]."""
         self._reserve(max_seqlen)
-        # A masked position still enters softmax(..) @ values with weight 0, and 0 * NaN is NaN: leave nothing behind.
-        self.keys[:, slots] = 0
-        self.values[:, slots] = 0
+        self._clear(slots)
         total = int(cu_seqlens[-1])
         row = torch.repeat_interleave(slots, cu_seqlens.diff(), output_size=total)
         column = segment_positions(cu_seqlens, total)
@@ -332,38 +366,48 @@ class KVCache:
 
     @torch.no_grad()
     def copy(self, source: int, slots: Tensor, length: int) -> None:
-        """Give every slot of `slots` (B,) the first `length` positions of slot `source`, and nothing else."""
+        """Give each of `slots` (B,) the first `length` positions of slot `source`."""
+        self._clear(slots)
         for store in (self.keys, self.values):
             store[:, slots, :, :length] = store[:, source, None, :, :length]
-            store[:, slots, :, length:] = 0
 
     @torch.no_grad()
     def decode(self, slots: Tensor, lengths: Tensor) -> Attend:
-        """One token per row: row i is stored at position lengths[i] of slot slots[i] and sees positions 0..lengths[i]."""
+        """Attention of one new token per row: row i is position lengths[i] of slot slots[i].
+
+        It is stored there and sees positions 0..lengths[i]. The slots (B,) are any distinct subset.
+        """
         longest = int(lengths.max()) + 1
         self._reserve(longest)
+        self._clear(slots[lengths == 0])
         _, _, kv_heads, capacity, size = self.keys.shape
-        # Rows of slots that lie side by side are read in one stream; a gap after each halves the speed on a CPU.
-        seen = capacity if 2 * longest > capacity else longest
-        heads = (slots[:, None] * kv_heads + torch.arange(kv_heads, device=slots.device)).flatten()
-        length = lengths.repeat_interleave(kv_heads)
-        cell = heads * capacity + length  # of the new token in a layer seen as (slots * kv_heads * capacity, d)
-        first = int(heads[0])
-        run = torch.equal(heads, torch.arange(first, first + len(heads), device=heads.device))
-        mask = torch.zeros(len(heads), 1, seen, device=lengths.device)
-        mask.masked_fill_((torch.arange(seen, device=lengths.device) > length[:, None])[:, None], -torch.inf)
+        # On a CPU a gap after every slot breaks the stream of reads and costs 2x: read to the end.
+        seen = longest if self.keys.is_cuda or 2 * longest < capacity else capacity
+        arange = partial(torch.arange, device=slots.device)
+        heads = (slots[:, None] * kv_heads + arange(kv_heads)).flatten()
+        last = lengths.repeat_interleave(kv_heads)
+        cells = heads * capacity + last  # of the new tokens, in (slots * kv_heads * capacity, d)
+        first, count = int(heads[0]), len(heads)
+        consecutive = torch.equal(heads, arange(first, first + count))
+        unseen = (arange(seen) > last[:, None])[:, None]
+        mask = torch.zeros(unseen.shape, device=slots.device).masked_fill_(unseen, -torch.inf)
 
         def store(cache: Tensor, new: Tensor) -> Tensor:
-            """Write one token per row, return (B * KV, seen, d): a view of a run of slots, a copy of other subsets."""
-            cache.view(-1, size).index_copy_(0, cell, new.reshape(-1, size))
+            """Write the new tokens; return (B * KV, seen, d), a view if slots are consecutive."""
+            cache.view(-1, size).index_copy_(0, cells, new.reshape(-1, size))
             cache = cache.flatten(0, 1)[:, :seen]
-            return cache[first : first + len(heads)] if run else cache.index_select(0, heads)
+            return cache[first : first + count] if consecutive else cache.index_select(0, heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = store(self.keys[layer], k), store(self.values[layer], v)
-            rows = q.reshape(len(heads), -1, size)  # the query heads of one kv head become rows: no repeated keys
-            scores = torch.add(mask, torch.bmm(rows, keys.mT).float(), alpha=size**-0.5)
-            return torch.bmm(scores.softmax(-1).to(q.dtype), values).view(q.shape)
+            # The query heads that share a kv head are rows of one product: no key is repeated.
+            rows = q.reshape(count, -1, size)
+            if q.dtype == torch.float32:
+                scores = torch.baddbmm(mask, rows, keys.mT, alpha=size**-0.5)
+                return torch.bmm(scores.softmax(-1), values).view(q.shape)
+            # Scores rounded to bf16 would not be those of training; SDPA keeps them in float32.
+            rows, keys, values, bias = rows[None], keys[None], values[None], mask[None].to(q.dtype)
+            return F.scaled_dot_product_attention(rows, keys, values, bias).view(q.shape)
 
         return attend
 
@@ -371,38 +415,56 @@ class KVCache:
 # ---- Hugging Face checkpoints
 
 
-def check_config(config: PretrainedConfig) -> None:
-    """Raise ValueError, in one sentence, for a model this file would compute wrongly."""
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"model_type {config.model_type!r} is not supported; use one of {', '.join(FAMILIES)}.")
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "sliding_window", None) and "sliding_attention" in layer_types:
-        raise ValueError("sliding-window attention is not supported; use a checkpoint with use_sliding_window: false.")
+def unsupported(model_type: str | None) -> str:
+    """The sentence for a model this file would compute wrongly."""
+    return f"model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}."
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Size d of one attention head; Qwen2 configurations do not state it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def local_folder(path: str | Path) -> Path:
-    """Directory of a checkpoint: `path` itself, or the local snapshot of the hub model of that name."""
+    """Directory of a checkpoint: `path` itself, or the downloaded hub model of that name."""
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise FileNotFoundError(f"{path} is neither a local directory nor a hub model that can be read: {reason}") from error
+        raise FileNotFoundError(
+            f"{path} is neither a directory nor a hub model within reach ({type(error).__name__}); "
+            "pass the directory of a Hugging Face checkpoint."
+        ) from error
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """The checked configuration of a checkpoint directory; never runs code from the checkpoint."""
+    """The configuration of a checkpoint directory; never runs code from the checkpoint."""
     file = folder / "config.json"
     if not file.exists():
-        raise FileNotFoundError(f"{folder} has no config.json; pass the directory of a Hugging Face checkpoint.")
-    model_type = json.loads(file.read_text()).get("model_type")
+        raise FileNotFoundError(f"{folder} has no config.json; pass a Hugging Face checkpoint.")
+    try:
+        model_type = json.loads(file.read_text()).get("model_type")
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); copy it again.") from error
     if model_type not in FAMILIES:
-        raise ValueError(f"{file}: model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}.")
-    config = FAMILIES[model_type].from_pretrained(folder)
-    if getattr(config, "head_dim", None) is None:
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    return config
+        raise ValueError(f"{file}: {unsupported(model_type)}")
+    return FAMILIES[model_type].from_pretrained(folder)
+
+
+def save_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json, readable by transformers 4 and 5 and by vLLM."""
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    # transformers 4 ignores rope_parameters: every model would silently run with theta 10000.
+    fields["rope_theta"] = config.rope_parameters["rope_theta"]
+    if config.rope_parameters["rope_type"] != "default":
+        fields["rope_scaling"] = config.rope_parameters
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def load_hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -410,23 +472,31 @@ def load_hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
     if not files[0].exists() and index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        shards = json.loads(index.read_text())["weight_map"].values()
+        files = [folder / shard for shard in sorted(set(shards))]
     for file in files:
         if not file.exists():
-            raise FileNotFoundError(f"{file} is missing; a checkpoint needs model.safetensors or all shards of its index.")
+            raise FileNotFoundError(
+                f"{file} is missing; a checkpoint is model.safetensors or all shards of its index."
+            )
         try:
             with safe_open(file, "pt") as tensors:
                 yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a complete safetensors file ({error}); copy it again.") from error
+            raise ValueError(f"{file} is damaged ({error}); copy it again.") from error
 
 
 def load_weights(
-    module: nn.Module, folder: Path, dtype: torch.dtype, ignore: tuple[str, ...] = (), fresh: tuple[str, ...] = ()
+    module: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    ignore: tuple[str, ...] = (),
+    fresh: tuple[str, ...] = (),
 ) -> None:
-    """Fill the parameters of `module` from a checkpoint directory, stored in `dtype`; every name must match.
+    """Fill `module` (on any device, meta too) with the weights of a checkpoint, stored in `dtype`.
 
-    ignore: names in the files that the module does not have. fresh: names the files do not have.
+    Raises ValueError unless names and shapes agree, apart from `ignore`, names in the files that
+    are skipped, and `fresh`, parameters that the files do not have.
     """
     expected = {name: p.shape for name, p in module.named_parameters() if name not in fresh}
     loaded = {}
@@ -434,9 +504,15 @@ def load_weights(
         if name in ignore or name.endswith("rotary_emb.inv_freq"):
             continue
         if tensor.shape != expected.get(name, tensor.shape):
-            raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(expected[name])}.")
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(tensor.shape)}, but config.json describes "
+                f"{tuple(expected[name])}; weights and config.json are of different models."
+            )
         loaded[name] = tensor.to(dtype, copy=True)
-    missing, surplus = sorted(expected.keys() - loaded.keys()), sorted(loaded.keys() - expected.keys())
+    missing, surplus = expected.keys() - loaded.keys(), loaded.keys() - expected.keys()
     if missing or surplus:
-        raise ValueError(f"{folder} does not hold the weights its config.json describes: missing {missing[:5]}, surplus {surplus[:5]}.")
+        raise ValueError(
+            f"{folder}: the weights are not those of the model config.json describes; "
+            f"missing {sorted(missing)[:4]}, not expected {sorted(surplus)[:4]}."
+        )
     module.load_state_dict(loaded, strict=False, assign=True)

@@ -355,7 +355,7 @@ def update_critic(run: Run, state: State, batch: Batch, old_values: Tensor, retu
                 row_weights=weights[mb.rows],
             )
             check_finite("critic", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
-            loss.backward()
+            distributed.backward(loss)
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(state.critic, state.critic_optimizer, lr, config))
         state.critic_steps += 1
@@ -397,7 +397,7 @@ def update_policy(run: Run, state: State, batch: Batch, advantages: Tensor, old_
                 **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},
             )
             check_finite("policy", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
-            loss.backward()
+            distributed.backward(loss)
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(state.policy, state.optimizer, config.lr, config))
     distributed.copy_weights(state.policy, state.sampler.model)
@@ -690,9 +690,7 @@ def report(run: Run, state: State) -> None:
     """Figures, and where everything is."""
     if distributed.rank() > 0:
         return
-    draw = subprocess.run([sys.executable, str(ROOT / "diagnose.py"), str(run.folder)], capture_output=True, text=True)
-    if draw.returncode:
-        print0(f"no figures: {draw.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    draw_figures(run.folder)
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     if accuracies:
@@ -700,6 +698,14 @@ def report(run: Run, state: State) -> None:
     if state.step < run.config.steps:
         print0(f"stopped after step {state.step}; go on with --resume --output-dir {run.folder}")
     print0(f"run directory: {run.folder}")
+
+
+def draw_figures(folder: Path) -> None:
+    """Figures by diagnose.py in a process of its own: a missing matplotlib costs a line, not the run."""
+    command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        print0(f"no figures: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

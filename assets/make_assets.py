@@ -1,17 +1,17 @@
-"""Make the embedded default task and its tiny base model: `python assets/make_assets.py`.
+"""Make the embedded default task and its tiny base model: `python assets/make_assets.py` (5 minutes).
 
-The task is mental arithmetic in several steps. A problem is a start digit and a chain of lettered additions and
-subtractions modulo 10; the model writes one line of working per operation, then the last value in a box:
+The task is arithmetic modulo 10 in many steps. A problem is a start digit and a chain of labelled
+additions and subtractions; the answer is one line of working per operation, then a box:
 
     prompt    3 a:+4 b:-9
     response  <think> a:3+4=7 b:7-9=8</think>\\boxed{8}
 
-A chain has 2 to 18 operations (16 to 96 response tokens), and one wrong step spoils the answer. The base model
-learns on correct working first, then on working in which each result is wrong with probability ERROR_RATE and the
-error is carried on. It therefore knows the format, errs about that often when sampled at temperature 1, and has the
-right digit as its likeliest choice: room for reinforcement learning, and groups with mixed outcomes.
+Chains have 2 to 18 operations, so responses 16 to 96 tokens, and one wrong step spoils the answer.
+The base model first learns correct working, then working with slips: each of the 180 facts comes out
+one too high at a rate of its own, and the slip is carried on. Sampled at temperature 1 it keeps to
+the format and solves about a third of the problems, fewer the longer they are.
 
-`python assets/make_assets.py --check` only regenerates the problems and compares them with the committed files.
+`python assets/make_assets.py --check` only compares the committed problems with regenerated ones.
 """
 
 import argparse
@@ -31,21 +31,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 HERE = Path(__file__).parent
 STEP_COUNTS = range(2, 19)
-TRAIN_PER_STEP_COUNT, EVAL_PER_STEP_COUNT = 200, 15
-ERROR_RATE = 0.13
-# Each stage ends at its target loss. The arithmetic appears soonest on single operations; the last stage makes
-# the model err.
-STAGES = [
-    dict(stage="one step", step_counts=range(1, 2), error_rate=0.0, updates=2000, target_loss=0.01),
-    dict(stage="short", step_counts=range(2, 6), error_rate=0.0, updates=2000, target_loss=0.01),
-    dict(stage="all lengths", step_counts=STEP_COUNTS, error_rate=0.0, updates=2000, target_loss=0.005),
-    dict(stage="imperfect", step_counts=STEP_COUNTS, error_rate=ERROR_RATE, updates=300, target_loss=None),
-]
+PROBLEMS_PER_STEP_COUNT = {"eval": 15, "train": 200}
 BATCH_SIZE, LEARNING_RATE = 64, 3e-3
 MAX_NEW_TOKENS = 128
 
 LABELS = string.ascii_lowercase[: STEP_COUNTS[-1]]
 SPECIAL_TOKENS = ["<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"]
+THINK_TAGS = ["<think>", "</think>"]
 WORDS = ["system", "user", "assistant", "\n", " ", "=", "\\boxed{", "}", *string.digits]
 WORDS += [f"{sign}{digit}" for sign in "+-" for digit in string.digits]
 WORDS += [f" {label}:" for label in LABELS]
@@ -59,9 +51,10 @@ CHAT_TEMPLATE = (
 
 
 def draw_chain(rng, steps):
-    """A start digit and `steps` triples (label, sign, operand 1..9); labels are consecutive from a random one.
+    """A start digit and `steps` triples (label, sign, operand 1..9), labels in order.
 
-    With the first label always `a` a model may find operands by position, and fails on longer chains."""
+    The first label is random: with `a` always first, a model finds operands by their position
+    and is lost on longer chains."""
     first = rng.randint(0, len(LABELS) - steps)
     labels = LABELS[first : first + steps]
     return rng.randrange(10), [(label, rng.choice("+-"), rng.randint(1, 9)) for label in labels]
@@ -71,38 +64,45 @@ def apply_operation(value, sign, operand):
     return (value + operand if sign == "+" else value - operand) % 10
 
 
+def make_slips(seed=0):
+    """The rate at which each fact (value, sign, operand) comes out one too high.
+
+    The rate 0.7 u^5 averages 0.12 and passes one half for one fact in fifteen: sharpening the base
+    model's distribution helps, but some of its beliefs must be turned over. All slips go the same
+    way because +1 and -1 in one chain would cancel and reward wrong working."""
+    rng = random.Random(seed)
+    facts = [(v, sign, operand) for v in range(10) for sign in "+-" for operand in range(1, 10)]
+    return {fact: 0.7 * rng.random() ** 5 for fact in facts}
+
+
 def write_prompt(start, operations):
-    return str(start) + "".join(f" {label}:{sign}{operand}" for label, sign, operand in operations)
+    return str(start) + "".join(f" {label}:{sign}{n}" for label, sign, n in operations)
 
 
-def write_response(start, operations, rng=None, error_rate=0.0):
-    """Working and boxed answer; each result is replaced by a wrong digit with probability `error_rate`."""
+def write_response(start, operations, rng=None, slips=None):
+    """Working and boxed answer: correct, or with slips at the given rates, each carried on."""
     value, working = start, ""
     for label, sign, operand in operations:
         result = apply_operation(value, sign, operand)
-        if error_rate and rng.random() < error_rate:
-            result = (result + rng.randint(1, 9)) % 10
+        if slips and rng.random() < slips[value, sign, operand]:
+            result = (result + 1) % 10
         working += f" {label}:{value}{sign}{operand}={result}"
         value = result
     return f"<think>{working}</think>\\boxed{{{value}}}"
 
 
 def make_problems(seed=0):
-    """Both splits as lists of dicts, balanced over step counts, no prompt twice."""
+    """Both splits as lists of dicts, balanced over step counts; no prompt occurs twice."""
     rng, seen, splits = random.Random(seed), set(), {}
-    for split, count in (("eval", EVAL_PER_STEP_COUNT), ("train", TRAIN_PER_STEP_COUNT)):
+    for split, count in PROBLEMS_PER_STEP_COUNT.items():
         problems = []
-        for steps in STEP_COUNTS:
-            while sum(p["steps"] == steps for p in problems) < count:
+        for steps in sorted([*STEP_COUNTS] * count):
+            start, operations = draw_chain(rng, steps)
+            while write_prompt(start, operations) in seen:
                 start, operations = draw_chain(rng, steps)
-                prompt = write_prompt(start, operations)
-                if prompt in seen:
-                    continue
-                seen.add(prompt)
-                label = start
-                for _, sign, operand in operations:
-                    label = apply_operation(label, sign, operand)
-                problems.append({"prompt": prompt, "label": str(label), "steps": steps})
+            prompt, response = write_prompt(start, operations), write_response(start, operations)
+            seen.add(prompt)
+            problems.append({"prompt": prompt, "label": RESPONSE.match(response)[1], "steps": steps})
         rng.shuffle(problems)
         splits[split] = [{"id": f"{split}-{i:04d}", **p} for i, p in enumerate(problems)]
     return splits
@@ -113,15 +113,15 @@ def to_jsonl(problems):
 
 
 def make_tokenizer():
-    """Word-level tokenizer whose tokens concatenate back to the text; unknown characters become <|unk|>."""
-    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + ["<think>", "</think>"] + WORDS)}
+    """62 words that concatenate back to the text; any other character becomes <|unk|>."""
+    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + THINK_TAGS + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     pieces = Regex(r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    # The think tags are ordinary added tokens: decoding with skip_special_tokens must keep them.
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
+    # Think tags are not special: decoding with skip_special_tokens must keep them.
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in THINK_TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<|unk|>",
@@ -134,7 +134,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    """Randomly initialised two-layer Llama with grouped-query attention: about 100 thousand parameters."""
+    """Randomly initialised two-layer Llama with grouped-query attention, 103 thousand parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -143,7 +143,7 @@ def make_model(tokenizer):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        initializer_range=0.1,  # the usual 0.02 is for wide layers; here it delays learning sixfold
+        initializer_range=0.1,  # the usual 0.02 suits wide layers; here it delays learning fourfold
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -157,38 +157,38 @@ def chat_prompt(tokenizer, prompt):
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
-def make_batch(tokenizer, rng, step_counts, error_rate, held_out):
-    """(B, T) input ids and targets on fresh problems; targets are -100 on prompt and padding."""
+def make_batch(tokenizer, rng, step_counts, slips, held_out):
+    """(B, T) int64 input ids and labels of fresh problems; labels are -100 on prompt and padding."""
     rows = []
     while len(rows) < BATCH_SIZE:
         start, operations = draw_chain(rng, rng.choice(step_counts))
         prompt = write_prompt(start, operations)
         if prompt in held_out:
             continue
-        prompt_ids = tokenizer.encode(chat_prompt(tokenizer, prompt))
-        response = write_response(start, operations, rng, error_rate) + tokenizer.eos_token
-        rows.append((prompt_ids, tokenizer.encode(response)))
+        response = write_response(start, operations, rng, slips) + tokenizer.eos_token
+        texts = [chat_prompt(tokenizer, prompt), response]
+        rows.append(tokenizer(texts)["input_ids"])
     length = max(len(p) + len(r) for p, r in rows)
     input_ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
-    targets = torch.full((BATCH_SIZE, length), -100)
+    labels = torch.full((BATCH_SIZE, length), -100)
     for i, (p, r) in enumerate(rows):
         input_ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        targets[i, len(p) : len(p) + len(r)] = torch.tensor(r)
-    return input_ids, targets
+        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
+    return input_ids, labels
 
 
-def train(model, tokenizer, rng, held_out, stage, step_counts, error_rate, updates, target_loss):
-    """At most `updates` AdamW steps; stops once the running loss is below `target_loss`.
+def train(model, tokenizer, rng, held_out, stage, step_counts, slips, updates, target_loss):
+    """AdamW until the running loss reaches `target_loss`, or for `updates` steps if that is None.
 
-    Raises SystemExit if a stage with a target loss misses it: a base model that cannot add is useless."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    running = 5.0
+    Raises SystemExit when the target is missed: a base model that cannot add is useless."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    running = 1.0
     for update in (bar := tqdm(range(updates), desc=stage)):
-        warmup, decay = (update + 1) / 50, 1 - update / updates
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, warmup, decay if target_loss is None else 1)
-        input_ids, targets = make_batch(tokenizer, rng, step_counts, error_rate, held_out)
+        decay = 1 - update / updates if target_loss is None else 1
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (update + 1) / 50) * decay
+        input_ids, labels = make_batch(tokenizer, rng, step_counts, slips, held_out)
         logits = model(input_ids).logits[:, :-1]
-        loss = F.cross_entropy(logits.transpose(1, 2), targets[:, 1:])
+        loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,60 +198,71 @@ def train(model, tokenizer, rng, held_out, stage, step_counts, error_rate, updat
         if target_loss is not None and running < target_loss:
             return
     if target_loss is not None:
-        raise SystemExit(f"stage '{stage}' ended at loss {running:.3f}, above {target_loss}; try another --seed")
+        raise SystemExit(f"stage '{stage}' ended at loss {running:.3f}; try another --seed")
 
 
 @torch.no_grad()
 def measure(model, tokenizer, problems, samples):
-    """Print accuracy by number of steps, share ended by EOS and lengths; samples=0 decodes greedily."""
-    tokenizer.padding_side = "left"
+    """Print accuracy by number of steps, format and lengths; `samples` 0 means greedy decoding."""
     chats = [chat_prompt(tokenizer, p["prompt"]) for p in problems]
-    inputs = tokenizer(chats, return_tensors="pt", padding=True)
-    how = dict(do_sample=True, top_k=0, num_return_sequences=samples) if samples else dict(do_sample=False)
+    inputs = tokenizer(chats, return_tensors="pt", padding=True, padding_side="left")
+    sampling = dict(do_sample=True, top_k=0, num_return_sequences=samples)
+    how = sampling if samples else dict(do_sample=False)
     output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **how)
-    ids = output[:, inputs["input_ids"].shape[1] :]
-    correct, ended, lengths, well_formed = defaultdict(list), [], [], []
-    for i, row in enumerate(ids):
+
+    correct, ended, well_formed, lengths = defaultdict(list), [], [], []
+    for i, row in enumerate(output[:, inputs["input_ids"].shape[1] :]):
         problem = problems[i // max(1, samples)]
         row = row[row != tokenizer.pad_token_id]
-        text = tokenizer.decode(row, skip_special_tokens=True)
-        match = RESPONSE.fullmatch(text)
-        correct[problem["steps"]].append(bool(match) and match[1] == problem["label"])
+        match = RESPONSE.fullmatch(tokenizer.decode(row, skip_special_tokens=True))
+        correct[problem["steps"]].append(match is not None and match[1] == problem["label"])
         ended.append(row[-1].item() == tokenizer.eos_token_id)
-        well_formed.append(bool(match))
+        well_formed.append(match is not None)
         lengths.append(len(row))
-    everything = sum(correct.values(), [])
-    print(f"{f'{samples} samples at T=1' if samples else 'greedy'}: accuracy {mean(everything):.3f}, "
-          f"ended {mean(ended):.3f}, well formed {mean(well_formed):.3f}, "
-          f"tokens mean {mean(lengths):.1f} min {min(lengths)} max {max(lengths)}")
-    print("  accuracy by steps: " + "  ".join(f"{n}: {mean(c):.2f}" for n, c in sorted(correct.items())))
+
+    print(f"{samples} samples at temperature 1:" if samples else "greedy:")
+    print(f"  accuracy {mean(sum(correct.values(), [])):.3f}")
+    print("  by steps " + "  ".join(f"{n}: {mean(c):.2f}" for n, c in sorted(correct.items())))
+    print(f"  ended {mean(ended):.3f}, well formed {mean(well_formed):.3f}")
+    print(f"  tokens {min(lengths)} to {max(lengths)}, mean {mean(lengths):.1f}")
+
+
+def save(model, tokenizer, directory):
+    """Hugging Face directory that transformers 4 and 5 both load."""
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # transformers 5 writes a class name which transformers 4 does not know.
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description="Make the default task and its tiny base model.")
     parser.add_argument("--check", action="store_true", help="only compare the committed problems")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model and its training text")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model, not of the problems")
     args = parser.parse_args()
 
     splits = make_problems()
     if args.check:
-        stale = [s for s, p in splits.items() if (HERE / f"{s}.jsonl").read_text() != to_jsonl(p)]
-        raise SystemExit(f"differs from the committed file: {stale}" if stale else 0)
+        stale = [s for s in splits if (HERE / f"{s}.jsonl").read_text() != to_jsonl(splits[s])]
+        raise SystemExit(f"assets differ from the script: {', '.join(stale)}" if stale else 0)
     for split, problems in splits.items():
         (HERE / f"{split}.jsonl").write_text(to_jsonl(problems))
 
     torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    rng, held_out = random.Random(args.seed), {p["prompt"] for p in splits["eval"]}
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    held_out = {p["prompt"] for p in splits["eval"]}
-    for stage in STAGES:
-        train(model, tokenizer, rng, held_out, **stage)
-    tokenizer.save_pretrained(HERE / "tiny-base")
-    model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
-    )
-    model.save_pretrained(HERE / "tiny-base")
+    # Addition is found soonest on single steps, and chains soonest on short ones.
+    curriculum = {"one step": range(1, 2), "short chains": range(2, 6), "all chains": STEP_COUNTS}
+    for stage, step_counts in curriculum.items():
+        train(model, tokenizer, rng, held_out, stage, step_counts, None, 2000, target_loss=0.01)
+    train(model, tokenizer, rng, held_out, "slips", STEP_COUNTS, make_slips(), 400, target_loss=None)
+    save(model, tokenizer, HERE / "tiny-base")
     for samples in (4, 0):
         measure(model, tokenizer, splits["eval"], samples)
 

@@ -30,7 +30,7 @@ def _logits(h: Tensor, w: Tensor, bias: Tensor | None, scale: float, out: Tensor
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, logsumexp), each (M,) float32 (float64 for float64); scale is 1 / temperature."""
+    """(logprobs, entropy, logsumexp), (M,) in at least float32; scale is 1 / temperature."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     rows = min(chunk_rows(len(weight), hidden.device), len(hidden))
     buffers = hidden.new_empty(2, rows, len(weight), dtype=dtype)
@@ -55,14 +55,14 @@ def dlogits(
     h: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    targets: Tensor,
     scale: float,
+    targets: Tensor,
     lse: Tensor,
     slope: Tensor | None,
     offset: Tensor,
     at_target: Tensor,
 ) -> Tensor:
-    """p * (slope * log p + offset) + at_target * onehot, (n, V) in h's dtype; slope None stands for 0."""
+    """dz (n, V) = p (slope log p + offset) + at_target onehot, in h's dtype; slope None means 0."""
     z = lse.new_empty(len(h), len(w))
     _logits(h, w, bias, scale, z).sub_(lse[:, None])  # log p
     if slope is None:

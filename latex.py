@@ -1,0 +1,688 @@
+"""Read an answer, in LaTeX or plain text, into a value (see algebra.py). Never executes anything.
+
+variants   known Unicode to LaTeX; the different ways to read an ambiguous text
+tokenize   characters to tokens; words inside \\text{...} are told from letters of a formula
+Parser     recursive descent, tokens to a value
+"""
+
+import collections
+import functools
+import itertools
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from algebra import (
+    CONSTANTS,
+    DEGREES,
+    EXPRESSIONS,
+    MINUS_ONE,
+    ONE,
+    TooBig,
+    Unreadable,
+    combine,
+    has_degrees,
+    is_ray,
+    join_rays,
+    negative,
+    number,
+    over,
+    plus,
+    relate,
+    scaled,
+    symbols,
+    times,
+)
+
+MAX_TOKENS = 1200
+MAX_DEPTH = 60
+MAX_EXPONENT = 5000  # of 1e5000
+
+# --- Characters to tokens -------------------------------------------------------------------------
+
+
+class Token(NamedTuple):
+    """kind: num, sym (one letter), word, cmd or op; in_text: it stood inside \\text{...}."""
+
+    kind: str
+    text: str
+    in_text: bool = False
+
+
+SMALL = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
+LARGE = "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+GREEK = dict(zip("αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩ", f"{SMALL} {LARGE}".split(), strict=True))
+LETTERS = {f"\\{name}" for name in [*GREEK.values(), "upsilon", "hbar", "ell"]}
+# A fixed list and not NFKC, which would turn 5² into 52. Any other non-ASCII character is refused.
+UNICODE = str.maketrans({char: f"\\{name} " for char, name in GREEK.items()} | {
+    "π": "\\pi ", "−": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "√": "\\sqrt ",
+    "∛": "\\sqrt[3]", "°": "@", "∞": "\\infty ", "±": "\\pm ", "∓": "\\mp ", "≤": "<=", "≥": ">=",
+    "⩽": "<=", "⩾": ">=", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∖": "\\setminus ",
+    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ",
+    "⌉": "\\rceil ", "′": "'", "’": "'", "∠": "\\angle ", "¼": "\\frac14 ", "½": "\\frac12 ",
+    "¾": "\\frac34 ", "⅓": "\\frac13 ", "⅔": "\\frac23 ", "€": "\\euro ", "£": "\\pounds ",
+    "¥": "\\yen ", "¢": "\\text{cents}", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+})  # fmt: skip
+SCRIPTS = {
+    "^": dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True)),
+    "_": dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
+}
+# Digit groups that can only be one number: 48{,}625  48,\!625  48\,625  48 625
+GROUPED = re.compile(
+    r"(?<![\d.])\d{1,3}(\{,\}|,\\!\s*|\\[,;:! ]|~| )\d{3}(?:\1\d{3})*(?!\1?\d)", re.ASCII
+)
+# Digit groups that may be one number or a list: 48,625
+COMMAS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
+DEGREE = re.compile(r"(?:\{\s*\})?\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+PRIME = re.compile(r"\^\s*(?:\\prime|\{\s*(?:(?:\\prime|')\s*)+\})")
+TOKEN = re.compile(
+    r"\\(?P<macro>text\w*|mbox|math(?!bb)\w+|operatorname|boldsymbol|bm|emph|underline)\s*"
+    r"\{(?P<inner>[^{}]*)\}"
+    r"|(?P<num>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)|(?P<cmd>\\(?:[A-Za-z]+|.|\Z))"
+    r"|(?P<word>[A-Za-z]+)|(?P<op>[<>]=|[-+*/^_=<>()\[\]{}|,;:!'%.&@])|(?P<space>[\s$~]+)|(?P<bad>.)",
+    re.ASCII | re.DOTALL,
+)
+IGNORED = set(
+    "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr bigg Bigg rm bf "
+    "text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
+) | {" ", "\n", ""}  # fmt: skip
+FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln lg exp".split()} | {
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln",
+}  # fmt: skip
+SYNONYMS = {
+    "times": "*", "cdot": "*", "ast": "*", "div": "/", "dfrac": "\\frac", "tfrac": "\\frac",
+    "cfrac": "\\frac", "sfrac": "\\frac", "nicefrac": "\\frac", "dbinom": "\\binom", "tbinom": "\\binom",
+    "leq": "<=", "le": "<=", "leqslant": "<=", "geq": ">=", "ge": ">=", "geqslant": ">=", "lt": "<",
+    "gt": ">", "neq": "!=", "ne": "!=", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]",
+    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "%": "%", "lor": "or", "vee": "or",
+    "land": "and", "wedge": "and", "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
+    "varnothing": "\\emptyset", "textdollar": "\\$", "degree": "@", "deg": "@", "colon": ":",
+    "backslash": "\\setminus", "pound": "\\pounds", "measuredangle": "\\angle",
+}  # fmt: skip
+WORDS = {name: f"\\{name}" for name in [*FUNCTIONS, "sqrt", "pi"]} | {
+    "oo": "\\infty", "inf": "\\infty", "infty": "\\infty", "infinity": "\\infty", "or": "or", "and": "and",
+}  # fmt: skip
+
+
+def tokenize(text, in_text=False):
+    """Text in ASCII -> list of Token."""
+    tokens = []
+    for match in TOKEN.finditer(text):
+        kind, part = match.lastgroup, match[0]
+        if kind == "bad":
+            raise Unreadable(f"the character {part!r}")
+        if kind == "inner":
+            inner = tokenize(match["inner"], True)
+            # \mathbf{x+1}^2 must stay a group, \text{cm}^2 must not become one
+            group = len(inner) > 1 and not match["macro"].startswith(("text", "mbox"))
+            tokens += [Token("op", "{"), *inner, Token("op", "}")] if group else inner
+            continue
+        if kind == "cmd":
+            part = SYNONYMS.get(part[1:], part)
+            kind = "cmd" if part[0] == "\\" else "op"
+            if kind == "cmd" and part[1:] in IGNORED:
+                continue
+        elif kind == "word":
+            part = WORDS.get(part.lower() if in_text else part, part)
+            kind = "cmd" if part[0] == "\\" else "sym" if len(part) == 1 and not in_text else "word"
+        elif kind == "space" or (part == "." and in_text and tokens and tokens[-1].kind == "word"):
+            continue  # the dot of "sq. ft."
+        tokens.append(Token("op" if part in ("or", "and") else kind, part, in_text))
+    if len(tokens) > MAX_TOKENS:
+        raise TooBig("too many tokens")
+    return tokens
+
+
+def variants(text):
+    """The ways to read a text: 48,625 as a number or a list, 2e-1 as 0.2 or as 2e minus 1."""
+    for mark, table in SCRIPTS.items() if not text.isascii() else ():
+        run = re.compile(f"[{''.join(table)}]+")
+        text = run.sub(lambda m, k=mark, t=table: f"{k}{{{''.join(map(t.get, m[0]))}}}", text)
+    text = text.translate(UNICODE)
+    if not text.isascii():
+        raise Unreadable("a character that is not known")
+    text = re.sub(r"\\(?:left|right)\s*\.", "", text).removesuffix(".")
+    text = GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+    text = PRIME.sub(lambda m: "'" * (m[0].count("\\prime") + m[0].count("'")), text)
+    text = DEGREE.sub("@", text)
+    readings = [text]
+    if not re.search(r"[(\[]|\\\{", text):  # (3,140,625) is a triple
+        readings.append(COMMAS.sub(lambda m: m[0].replace(",", ""), text))
+    readings.append(re.sub(r"(?<![.\d])(\d+)[eE]([+-]?\d)", r"\1 e \2", text))
+    return dict.fromkeys(readings)
+
+
+# --- Tokens to values -----------------------------------------------------------------------------
+
+UNIT_ROWS = """
+mm millimeter millimeters; cm centimeter centimeters centimetre centimetres; ft foot feet; in inch inches
+m meter meters metre metres; km kilometer kilometers kilometre kilometres; yd yard yards; mi mile miles
+mg milligram milligrams; g gram grams; kg kilogram kilograms; lb lbs pound pounds; oz ounce ounces; ton tons
+s sec second seconds; min minute minutes; h hr hrs hour hours; day days; week weeks; month months; yr year years
+ms millisecond milliseconds; ml milliliter milliliters; l liter liters litre litres; gal gallon gallons; mph
+dollar dollars usd; cent cents; euro euros; yen; sterling; degree degrees deg; rad radian radians; unit units
+n newton newtons; j joule joules; w watt watts; v volt volts; a amp amps ampere amperes; hz hertz; pa pascal
+k kelvin; c celsius; f fahrenheit; mol mole moles; ev; person people; student students; way ways; time times
+point points; coin coins; apple apples; marble marbles; ball balls; book books; card cards; game games
+child children; boy boys; girl girls; integer integers; number numbers; solution solutions; triangle triangles
+squares; piece pieces; step steps; page pages; ticket tickets; edge edges; digit digits; pair pairs; team teams
+"""
+UNITS = {word: row.split()[0] for row in re.split("[;\n]", UNIT_ROWS) for word in row.split()}
+UNITS |= {"percent": "%", "per": "/", "square": 2, "sq": 2, "cubic": 3, "cu": 3}
+BARE_UNITS = {"mm", "cm", "km", "ft", "kg", "lb"}  # units of two letters that count outside \text
+CURRENCY = {"\\$": "dollar", "\\euro": "euro", "\\pounds": "sterling", "\\yen": "yen"}
+CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\langle": "\\rangle",
+           "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}  # fmt: skip
+RELATIONS = ("=", "!=", "<", ">", "<=", ">=", "\\in")
+ACCENTS = "vec hat bar tilde dot ddot overline overrightarrow widehat angle triangle".split()
+DERIVATIVE = re.compile(r"(?:d|\\partial)(?:\^\d)?[A-Za-z\\].*")
+
+
+def exact(digits):
+    """12, 1.50, .5, 1e-8 -> Fraction."""
+    mantissa, _, exponent = digits.lower().partition("e")
+    whole, _, decimals = mantissa.partition(".")
+    if len(exponent) > 6 or abs(int(exponent or 0)) > MAX_EXPONENT:
+        raise TooBig("an exponent above 5000")
+    return int(whole + decimals or 0) * Fraction(10) ** (int(exponent or 0) - len(decimals))
+
+
+def based(digits, base):
+    """312_5; base ten is an ordinary number."""
+    if not re.fullmatch(r"\d+ ([2-9]|[12]\d|3[0-6])", f"{digits} {base}", re.ASCII):
+        raise Unreadable("a subscript on a number that is not a base")
+    if max(map(int, digits)) >= int(base):
+        raise Unreadable("a digit that the base does not have")
+    return ("num", exact(digits)) if base == "10" else ("based", int(digits, int(base)), int(base))
+
+
+class Parser:
+    """Recursive descent. From loose to tight: items, item (a chain of relations), side (a union, a
+    ratio, an expression with a unit), total, product, power, atom. Each method returns a value."""
+
+    def __init__(self, tokens):
+        self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, 0
+        self.signs, self.signs_used = (), 0
+
+    def peek(self, ahead=0):
+        at = self.at + ahead
+        return self.tokens[at] if at < len(self.tokens) else Token("end", "")
+
+    def accept(self, *texts):
+        """Consume the next token if it is one of `texts` -> its text or None."""
+        token = self.peek()
+        if token.text in texts and token.kind in ("op", "cmd"):
+            self.at += 1
+            return token.text
+        return None
+
+    def expect(self, *texts):
+        found = self.accept(*texts)
+        if found is None:
+            raise Unreadable(f"{' or '.join(texts)} is missing")
+        return found
+
+    def answer(self):
+        value = self.listed(spread=True)
+        if self.peek().kind != "end":
+            raise Unreadable(f"{self.peek().text!r} is not expected")
+        return value
+
+    def listed(self, spread):
+        """One item, or a list of them."""
+        found, separators = self.items(spread)
+        if len(found) == 1 and not separators:
+            return found[0]
+        if separators in ({"or"}, {"and"}) and all(is_ray(item) for item in found):
+            return functools.reduce(functools.partial(join_rays, *separators), found)
+        return ("list", *found)
+
+    def items(self, spread):
+        """Items and the set of their separators. With `spread`, a plus-minus makes two of an item."""
+        found, separators = [], set()
+        while True:
+            found += self.spread() if spread else [self.item()]
+            separator = self.accept(",", ";", "or", "and")
+            if separator is None:
+                return found, separators
+            if separator in (",", ";"):
+                self.accept("or", "and")
+            separators.add(separator)
+
+    def spread(self):
+        """An item once for each choice of its plus-minus signs; with minus-plus they are tied."""
+        start, outer = self.at, (self.signs, self.signs_used)
+        self.signs, self.signs_used = (), 0
+        found = [self.item()]
+        count, tied = self.signs_used, any(t.text == "\\mp" for t in self.tokens[start : self.at])
+        if count > 3:
+            raise TooBig("too many plus-minus signs")
+        choices = itertools.product((False, True), repeat=count)
+        for self.signs in [(True,) * count] if tied else itertools.islice(choices, 1, None):
+            self.at, self.signs_used = start, 0
+            found.append(self.item())
+        self.signs, self.signs_used = outer
+        return found
+
+    def item(self):
+        """A side, or a chain of sides with relations in between."""
+        sides, ops = [self.side()], []
+        while operator := self.accept(*RELATIONS):
+            ops.append(operator)
+            sides.append(self.side())
+        return relate(ops, sides) if ops else sides[0]
+
+    def side(self):
+        if words := self.only_words():
+            return ("text", words)
+        minus = self.peek(1).text in CURRENCY and self.accept("-")
+        currency = CURRENCY.get(self.accept(*CURRENCY))
+        value = self.total()
+        value = self.with_unit(negative(value) if minus else value, currency)
+        if self.peek().text == ":" and value[0] in EXPRESSIONS:
+            parts = [value]
+            while self.accept(":"):
+                parts.append(number(self.total()))
+            return ("ratio", bool(re.fullmatch("[0-5][0-9]", self.peek(-1).text)), *parts)
+        while operator := self.accept("\\cup", "\\cap", "\\setminus"):
+            value = combine(operator, value, self.total())
+        return value
+
+    def only_words(self):
+        """The words up to the next separator if there is nothing else, as in \\text{east}."""
+        end = self.at
+        while end < len(self.tokens) and (
+            self.tokens[end].kind == "word"
+            and (self.tokens[end].in_text or len(self.tokens[end].text) > 2)
+        ):
+            end += 1
+        following = self.tokens[end].text if end < len(self.tokens) else ","
+        if end == self.at or following not in (",", ";", "or", "and", ")", "\\}", "]", "}"):
+            return None
+        words = " ".join(token.text for token in self.tokens[self.at : end])
+        self.at = end
+        return words
+
+    def with_unit(self, value, currency):
+        """Attach the unit that follows. A degree sign outside of a function is a unit as well."""
+        if value[0] not in EXPRESSIONS:
+            return value
+        unit = self.unit()
+        if currency:
+            if unit not in (None, ((currency, 1),)):
+                raise Unreadable("two units")
+            unit = ((currency, 1),)
+        if unit == DEGREES:
+            value = ("deg", value)
+        return ("unit", value, unit or DEGREES) if unit or has_degrees(value) else value
+
+    def unit(self):
+        """Percent sign or unit words -> "%", a sorted tuple of (unit, exponent), or None."""
+        powers, sign, power = collections.Counter(), 1, 1
+        while True:
+            if self.accept("%"):
+                return "%"
+            if powers and self.accept("/"):
+                sign = -1
+            elif powers and self.accept("*"):
+                sign = 1
+            elif self.unit_ahead():
+                unit = UNITS[self.peek().text.lower()]
+                self.at += 1
+                if unit == "%":
+                    return "%"
+                if unit == "/":
+                    sign = -1
+                elif type(unit) is int:
+                    power = unit
+                else:
+                    powers[unit] += sign * power * self.unit_exponent()
+                    power = 1
+            else:
+                break
+        powers.pop("unit", None)
+        return tuple(sorted(powers.items())) or None
+
+    def unit_exponent(self):
+        exponent = self.argument() if self.accept("^") else ONE
+        if exponent[0] != "num" or exponent[1].denominator != 1:
+            raise Unreadable("an exponent of a unit that is not an integer")
+        return int(exponent[1])
+
+    def unit_ahead(self):
+        token = self.peek()
+        long = token.in_text or len(token.text) > 2 or token.text in BARE_UNITS
+        return token.kind == "word" and token.text.lower() in UNITS and long
+
+    def sign(self, operator):
+        """Whether the sign is a minus; a plus-minus takes the choice of this reading."""
+        if operator in ("+", "-", None):
+            return operator == "-"
+        minus = self.signs_used < len(self.signs) and self.signs[self.signs_used]
+        self.signs_used += 1
+        return minus != (operator == "\\mp")
+
+    def total(self):
+        """Terms joined by signs."""
+        terms, signs, operator = [], ("+", "-", "\\pm", "\\mp"), None
+        while True:
+            minus = self.sign(operator)
+            while prefix := self.accept(*signs):
+                minus ^= self.sign(prefix)
+            term = self.product()
+            terms.append(negative(term) if minus else term)
+            operator = self.accept(*signs)
+            if operator is None:
+                break
+        value = plus(*terms)
+        if fraction_bar := self.accept("\\over", "\\choose"):
+            below = self.total()
+            return over(value, below) if fraction_bar == "\\over" else ("binom", value, below)
+        return value
+
+    def product(self):
+        """Factors joined by * or / or nothing."""
+        factors = [self.power()]
+        while (operator := self.accept("*", "/")) or self.factor_ahead(factors):
+            minus = operator and self.accept("-")
+            factor = self.power()
+            if factor[0] == "matrix" and operator != "/":
+                return scaled(times(*factors, MINUS_ONE if minus else ONE), factor)
+            factor = negative(factor) if minus else number(factor)
+            factors.append(("inv", factor) if operator == "/" else factor)
+        return times(*factors) if len(factors) > 1 else factors[0]
+
+    def factor_ahead(self, factors):
+        """Whether the next token starts a factor that is multiplied without a sign."""
+        token = self.peek()
+        if self.unit_ahead():
+            return any(symbols(factor) for factor in factors)
+        if token.kind == "num":  # (n-2) 2^n and 2^3 3^2, but neither x2 nor 71 72
+            return factors[-1][0] != "num" and (
+                self.peek(-1).text in (")", "]", "}") or factors[-1][0] == "pow"
+            )
+        if token.kind == "cmd":
+            return token.text in ATOMS or token.text in LETTERS
+        opens = token.text in ("(", "[", "{") or (token.text == "|" and not self.bars)
+        return token.kind in ("sym", "word") or opens
+
+    def power(self):
+        """An atom with its exponent, factorial and degree sign."""
+        base, raised = self.atom(), False
+        while True:
+            if self.peek().text == "!" and self.peek(1).text != "!":
+                self.at += 1
+                base = ("factorial", number(base))
+            elif self.accept("@"):
+                base = ("deg", number(base))
+            elif not raised and self.accept("^"):
+                base, raised = ("pow", number(base), self.argument()), True
+            else:
+                return base
+
+    def argument(self, one_digit=False):
+        """A TeX argument: a group or one token. \\frac59 takes one digit, but 2^10 the number."""
+        token = self.peek()
+        if (token.kind == "word" and not token.in_text) or (token.kind == "num" and one_digit):
+            self.split(token)
+        if self.peek().kind == "num":
+            self.at += 1
+            return ("num", exact(self.peek(-1).text))
+        if self.accept("-"):
+            return negative(self.argument(one_digit))
+        return number(self.atom())
+
+    def split(self, token):
+        """Replace a run of letters or digits by single ones, in place."""
+        if token.text.isalnum():
+            kind = "sym" if token.kind == "word" else "num"
+            self.tokens[self.at : self.at + 1] = [Token(kind, char) for char in token.text]
+
+    def raw(self):
+        """The text of a TeX argument that is only a name: a subscript, what is under an accent."""
+        start, depth = self.at, 0
+        while self.at == start or depth > 0:
+            if self.peek().kind == "end":
+                raise Unreadable("an argument is missing")
+            depth += {"{": 1, "}": -1}.get(self.peek().text, 0)
+            self.at += 1
+        return "".join(t.text for t in self.tokens[start : self.at] if t.text not in "{}")
+
+    def atom(self):
+        token = self.peek()
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise TooBig("nested too deeply")
+        if token.kind == "num":
+            value = self.numeral()
+        elif token.kind in ("sym", "word") or token.text in LETTERS:
+            value = self.symbol()
+        elif token.text in CLOSING:
+            value = self.group()
+        elif token.text in ATOMS:
+            self.at += 1
+            value = ATOMS[token.text](self)
+        else:
+            raise Unreadable(f"{token.text!r} where a value should start")
+        self.depth -= 1
+        return value
+
+    def numeral(self):
+        """Digits: a plain, repeating, based or mixed number."""
+        digits, following = self.peek().text, self.peek(1).text
+        self.at += 1
+        if "." in digits and following in ("\\overline", "\\bar", "\\dot"):
+            self.at += 1
+            period = self.raw()
+            if not re.fullmatch(r"\d{1,200}", period, re.ASCII):
+                raise Unreadable("a repeating part that is not digits")
+            repeated = Fraction(int(period), 10 ** len(period) - 1)
+            return ("num", exact(digits) + repeated / 10 ** len(digits.split(".")[1]))
+        if self.accept("_"):
+            return based(digits, self.raw())
+        if digits.endswith(".") and following == "(":
+            raise Unreadable("a decimal point before a bracket")
+        value = exact(digits)
+        return ("num", value + self.mixed_part() if digits.isdigit() else value)
+
+    def mixed_part(self):
+        """The fraction of a mixed number, 1\\frac{4}{5} or 1 4/5, else 0."""
+        start, part = self.at, None
+        if self.accept("\\frac"):
+            part = self.fraction()
+        elif self.peek().kind == self.peek(2).kind == "num" and self.peek(1).text == "/":
+            part = over(*(("num", exact(self.peek(k).text)) for k in (0, 2)))
+            self.at += 3
+        if part and part[0] == "mul" and part[1][0] == part[2][1][0] == "num":
+            above, below = part[1][1], part[2][1][1]
+            if 0 < above < below and above.denominator == below.denominator == 1:
+                return above / below
+        self.at = start
+        return 0
+
+    def symbol(self):
+        """A name with its subscripts and primes, or a function value such as f(x)."""
+        token = self.peek()
+        if token.kind == "word" and not token.in_text and len(token.text) < 4:
+            self.split(token)  # mn is a product, but a longer word is one name
+        self.at += 1
+        return self.name(self.peek(-1).text)
+
+    def name(self, name):
+        while mark := self.accept("_", "'"):
+            name += "_" + self.raw() if mark == "_" else "'"
+        if name in CONSTANTS:
+            return CONSTANTS[name]
+        # f(...) is a function value; another letter only before one token, x(0): n(n+1) is a product
+        called = name[0] in "fghFGH" or "'" in name
+        called |= self.peek(1).kind in ("num", "sym") and self.peek(2).text == ")"
+        if called and self.accept("("):
+            arguments, _ = self.items(spread=False)
+            self.expect(")")
+            return ("app", name, *map(number, arguments))
+        return ("sym", name)
+
+    def group(self):
+        """Brackets: grouping, tuple, interval, set, floor. TeX braces are invisible."""
+        start, opening = self.at, self.peek().text
+        self.at += 1
+        if opening in ("\\lfloor", "\\lceil"):
+            sign = MINUS_ONE if opening == "\\lceil" else ONE
+            value = times(sign, ("floor", times(sign, self.total())))
+            self.expect(CLOSING[opening])
+            return value
+        if opening == "\\{" and self.accept("\\}"):
+            return ("set",)
+        bars, self.bars = (
+            self.bars,
+            int(opening == "\\{"),
+        )  # in \{x | x > 2\} it is no absolute value
+        found, separators = self.items(spread=opening == "\\{")
+        if opening == "\\{":
+            value = self.set_builder(found) if self.accept("|") else ("set", *found)
+        elif opening == "{" or not separators:
+            value = ("list", *found) if separators else found[0]
+        else:
+            value = None
+        self.bars = bars
+        closing = self.expect(CLOSING[opening]) if value else self.expect(")", "]", "\\rangle")
+        if (
+            self.peek().text == "_"
+            and opening == "("
+            and self.at == start + 3
+            and value[0] == "num"
+        ):
+            self.at += 1
+            return based(self.tokens[start + 1].text, self.raw())
+        return value or ("tuple", opening + closing, *found)
+
+    def set_builder(self, found):
+        condition = self.listed(spread=True)
+        if is_ray(condition) and condition[1] in (found[0], found[0][1]):
+            return condition[2]
+        raise Unreadable("a set that is not given by one inequality")
+
+    # The commands: each is entered with its token consumed.
+
+    def fraction(self):
+        start = self.at
+        above = self.argument(one_digit=True)
+        middle = self.at
+        below = self.argument(one_digit=True)
+        cuts = (self.tokens[start:middle], self.tokens[middle : self.at])
+        texts = ["".join(t.text for t in cut if t.text not in "{}") for cut in cuts]
+        if all(map(DERIVATIVE.fullmatch, texts)):  # dx/dt is a name, not x/t
+            return ("sym", "/".join(texts))
+        return over(above, below)
+
+    def root(self):
+        index = ("num", Fraction(2))
+        if self.accept("["):
+            index = number(self.total())
+            self.expect("]")
+        return ("pow", self.argument(), over(ONE, index))
+
+    def binomial(self):
+        return ("binom", self.argument(one_digit=True), self.argument(one_digit=True))
+
+    def absolute(self):
+        self.bars += 1
+        value = ("abs", number(self.total()))
+        self.bars -= 1
+        self.expect("|")
+        return value
+
+    def function(self):
+        """\\sin x, \\sin^2 x, \\sin^{-1} x, \\log_2 x, with or without brackets."""
+        name = FUNCTIONS[self.peek(-1).text[1:]]
+        base = self.argument() if name == "ln" and self.accept("_") else None
+        exponent = self.argument() if self.accept("^") else None
+        inner = self.function_argument()
+        if name == "exp":
+            value = ("pow", CONSTANTS["e"], inner)
+        elif name == "lg" or base:
+            value = over(("fn", "ln", inner), ("fn", "ln", base or ("num", Fraction(10))))
+        else:
+            value = ("fn", name, inner)
+        if exponent == MINUS_ONE:
+            if name not in ("sin", "cos", "tan"):
+                raise Unreadable("an inverse function or a reciprocal")
+            return ("fn", f"a{name}", inner)
+        return ("pow", value, exponent) if exponent else value
+
+    def function_argument(self):
+        """A bracket, or the factors up to the next operator, function or bracket."""
+        sign, stops = MINUS_ONE if self.accept("-") else ONE, ("(", "[", "{", "|")
+        if self.peek().text in stops:
+            return times(sign, self.atom())
+        factors = [number(self.power())]
+        while self.factor_ahead(factors) and self.peek().text not in (*stops, "e"):
+            if self.peek().text[1:] in FUNCTIONS:
+                break
+            factors.append(number(self.power()))
+        return times(sign, *factors)
+
+    def accent(self):
+        """\\vec{v}, \\dot{x}_0, \\overline{AB}, \\angle ABC: a name."""
+        name = self.peek(-1).text
+        if name in ("\\angle", "\\triangle") and self.peek().text != "{":
+            while self.peek().kind in ("sym", "word"):
+                name += self.peek().text
+                self.at += 1
+                name += "_" + self.raw() if self.accept("_") else ""
+        else:
+            name += "{" + self.raw() + "}"
+        return self.name(name)
+
+    def number_set(self):
+        name = self.raw()
+        line = (("inf", -1), False, ("inf", 1), False)
+        return ("reals", line) if name == "R" else ("sym", f"\\mathbb{name}")
+
+    def matrix(self):
+        kind = self.raw()
+        if kind not in ("pmatrix", "bmatrix", "matrix", "smallmatrix", "array"):
+            raise Unreadable(f"the environment {kind}")
+        if kind == "array":
+            self.raw()
+        rows = [[]]
+        while True:
+            rows[-1].append(number(self.total()))
+            if self.accept("&"):
+                continue
+            if self.accept("\\\\") and self.peek().text != "\\end":
+                rows.append([])
+                continue
+            self.expect("\\end")
+            if self.raw() != kind or len(set(map(len, rows))) != 1:
+                raise Unreadable("a matrix with rows of different lengths")
+            return ("matrix", *map(tuple, rows))
+
+
+ATOMS = {
+    "\\frac": Parser.fraction,
+    "\\sqrt": Parser.root,
+    "\\binom": Parser.binomial,
+    "|": Parser.absolute,
+    "\\infty": lambda parser: ("inf", 1),
+    "\\pi": lambda parser: CONSTANTS["\\pi"],
+    "\\emptyset": lambda parser: ("set",),
+    "\\mathbb": Parser.number_set,
+    "\\begin": Parser.matrix,
+    **dict.fromkeys([f"\\{name}" for name in FUNCTIONS], Parser.function),
+    **dict.fromkeys([f"\\{name}" for name in ACCENTS], Parser.accent),
+    **dict.fromkeys(["\\lfloor", "\\lceil"]),  # groups, listed here as starts of a factor
+}
+
+
+def read(text):
+    """All readings of a text -> list of values; an exception if there is none."""
+    readings, problem = [], None
+    for variant in variants(text):
+        try:
+            readings.append(Parser(tokenize(variant)).answer())
+        except (Unreadable, TooBig) as error:
+            problem = problem or error
+    if not readings:
+        raise problem
+    return readings

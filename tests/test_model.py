@@ -1,0 +1,526 @@
+"""The decoder against `transformers`, its cache against its packed forward, and checkpoints."""
+
+import copy
+import inspect
+import json
+import random
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import varlen
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import model as model_file
+from model import KVCache, Transformer, load_weights, packed_attention, segment_positions
+
+V = 83
+LENGTHS = [7, 1, 30, 12]
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "llama biased, wide heads": (
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
+    "llama tied, one kv head": (
+        LlamaConfig,
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "qwen2": (Qwen2Config, {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 4}),
+    "qwen2 tied": (Qwen2Config, {"tie_word_embeddings": True, "sliding_window": 4}),
+    "qwen3": (Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "qwen3 tied": (Qwen3Config, {"head_dim": 24, "tie_word_embeddings": True}),
+}
+ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 8.0},
+    "longrope": {
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+        "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "proportional": {"factor": 2.0},
+}
+
+
+def make(config_class=LlamaConfig, seed=0, **fields):
+    """A small `transformers` model whose every parameter matters (biases and norm weights too)."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = config_class(**{"vocab_size": V, **sizes, **heads, "pad_token_id": 0, **fields})
+    torch.manual_seed(seed)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return theirs
+
+
+def load(theirs, folder, **kwargs):
+    theirs.save_pretrained(folder)
+    return Transformer.from_pretrained(folder, **kwargs)
+
+
+def pack(lengths=LENGTHS, seed=1):
+    """Packed batch in which every token but the last of a segment is followed by an action."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (sum(lengths),), generator=generator)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    index = torch.arange(len(ids))
+    return ids, cu_seqlens, index[~torch.isin(index + 1, cu_seqlens)]
+
+
+def reference(theirs, ids, lengths, temperature=1.0):
+    """log-softmax of `transformers`, one sequence at a time, each through an untouched copy."""
+    rows = [copy.deepcopy(theirs)(x[None]).logits[0] for x in ids.split(lengths)]
+    return (torch.cat(rows) / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logprobs_and_gradients_equal_transformers(family, tmp_path):
+    config_class, fields = FAMILIES[family]
+    theirs = make(config_class, **fields)
+    ours = load(theirs, tmp_path)
+    ids, cu_seqlens, index = pack()
+    targets = ids[index + 1]
+    logprobs, entropy = ours(ids, cu_seqlens, index, targets, temperature=0.7)
+    expected = reference(theirs, ids, LENGTHS, 0.7)[index]
+    torch.testing.assert_close(
+        logprobs, expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)
+
+    (logprobs.sum() + entropy.sum()).backward()
+    rows = torch.cat([theirs(x[None]).logits[0] for x in ids.split(LENGTHS)])
+    expected = (rows / 0.7).log_softmax(-1)[index]
+    (expected.gather(1, targets[:, None]).sum() - (expected.exp() * expected).sum()).backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    assert {name for name, _ in ours.named_parameters()} == set(grads)
+    for name, parameter in ours.named_parameters():
+        scale = grads[name].norm()
+        assert (parameter.grad - grads[name]).norm() <= 1e-5 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_rope_types_equal_transformers_below_and_above_the_original_length(rope_type, tmp_path):
+    rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPES[rope_type]}
+    theirs = make(rope_parameters=rope, max_position_embeddings=16)
+    ours = load(theirs, tmp_path)
+    lengths = [9, 16, 17, 40, 24]
+    ids, cu_seqlens, index = pack(lengths)
+    logprobs, _ = ours(ids, cu_seqlens, index, ids[index + 1])
+    expected = reference(theirs, ids, lengths)[index].gather(1, ids[index + 1][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    plain = make(rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    unscaled = reference(plain, ids, lengths)[index].gather(1, ids[index + 1][:, None])[:, 0]
+    assert (unscaled - expected).abs().max() > 1e-2, "the case does not exercise the rope type"
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_cache_refuses_rope_types_whose_keys_change_past_the_original_length(rope_type, tmp_path):
+    rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPES[rope_type]}
+    ours = load(make(rope_parameters=rope, max_position_embeddings=16), tmp_path)
+    ids, cu_seqlens, _ = pack([16])
+    full = ours.model(ids, torch.arange(16), packed_attention(cu_seqlens, 16))
+    cache = KVCache(ours.config, 1, torch.float32, "cpu")
+    cu_seqlens, slot = torch.tensor([0, 15], dtype=torch.int32), torch.tensor([0])
+    with torch.no_grad():
+        ours.model(ids[:15], torch.arange(15), cache.prefill(slot, cu_seqlens, 15))
+        last = ours.model(ids[15:], torch.tensor([15]), cache.decode(slot, torch.tensor([15])))
+    torch.testing.assert_close(last, full[15:], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="17 tokens is impossible .* 16 changes all keys"):
+        cache.decode(slot, torch.tensor([16]))
+    with pytest.raises(ValueError, match="limit prompt"):
+        cache.prefill(slot, torch.tensor([0, 17], dtype=torch.int32), 17)
+
+
+def test_moving_the_model_to_bfloat16_does_not_round_the_rotary_frequencies(tmp_path):
+    ours = load(make(), tmp_path).to(torch.bfloat16)
+    cos, _ = ours.model.rotary(torch.tensor([5001]))
+    exact = torch.cos(5001 * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8))
+    torch.testing.assert_close(cos[0, 0, :4].double(), exact, atol=1e-3, rtol=0)
+
+
+def test_empty_segments_change_nothing(tmp_path):
+    ours = load(make(), tmp_path)
+    ids, cu_seqlens, index = pack([5, 9])
+    expected, _ = ours(ids, cu_seqlens, index, ids[index + 1])
+    with_empty = torch.tensor([0, 0, 5, 5, 14, 14], dtype=torch.int32)
+    logprobs, _ = ours(ids, with_empty, index, ids[index + 1])
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_gradient_checkpointing_recomputes_and_keeps_the_gradients(tmp_path):
+    ours = load(make(), tmp_path)
+    ids, cu_seqlens, index = pack()
+    calls = []
+    ours.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    grads = []
+    for on in (False, True):
+        ours.model.gradient_checkpointing = on
+        ours.zero_grad()
+        ours(ids, cu_seqlens, index, ids[index + 1])[0].sum().backward()
+        grads.append([p.grad.clone() for p in ours.parameters()])
+    assert len(calls) == 3  # once without, twice with
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, atol=0, rtol=0)
+
+
+def test_float32_masters_with_bfloat16_activations(tmp_path):
+    theirs = make(Qwen3Config, head_dim=16)
+    ours = load(theirs, tmp_path, compute_dtype=torch.bfloat16)
+    ids, cu_seqlens, index = pack()
+    hidden = ours.model(
+        ids, segment_positions(cu_seqlens, len(ids)), packed_attention(cu_seqlens, 30)
+    )
+    assert hidden.dtype == torch.bfloat16
+    logprobs, entropy = ours(ids, cu_seqlens, index, ids[index + 1])
+    logprobs.sum().backward()
+    assert logprobs.dtype == entropy.dtype == ours.logits(hidden).dtype == torch.float32
+    assert {p.dtype for p in ours.parameters()} == {p.grad.dtype for p in ours.parameters()}
+    assert ours.head_weight.dtype == torch.float32
+    expected = reference(theirs, ids, LENGTHS)[index].gather(1, ids[index + 1][:, None])[:, 0]
+    error = (logprobs - expected).abs()
+    assert 1e-4 < error.mean() < 0.1  # bf16 activations, but not bf16 logits
+
+
+def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeypatch):
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def on_cpu(*args, **kwargs):
+        a = signature.bind(*args, **kwargs).arguments
+        assert a["window_size"] == (-1, 0) and a["enable_gqa"]
+        assert a["cu_seq_q"] is a["cu_seq_k"] and a["max_q"] == a["max_k"] == 5
+        bounds = a["cu_seq_q"].tolist()
+        rows = [[x[i:j].transpose(0, 1) for x in args[:3]] for i, j in pairwise(bounds)]
+        out = [F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True) for r in rows]
+        return torch.cat(out, 1).transpose(0, 1)
+
+    on_cpu.__signature__ = signature
+    monkeypatch.setattr(varlen, "varlen_attn", on_cpu)
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn", None)
+    kernel = model_file.varlen_kernel.__wrapped__()
+    cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    expected = packed_attention(cu_seqlens, 5)(0, q, k, v)
+    torch.testing.assert_close(kernel(q, k, v, cu_seqlens, 5), expected)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal: None)
+    assert model_file.varlen_kernel.__wrapped__() is None  # torch 2.10 has no such arguments
+
+
+class Session:
+    """Sequences in the slots of a cache, each new hidden state checked with a packed forward."""
+
+    def __init__(self, ours, slots, dtype=torch.float32, tolerance=2e-5):
+        self.ours, self.tolerance = ours, tolerance
+        self.cache = KVCache(ours.config, slots, dtype, "cpu")
+        self.tokens: dict[int, list[int]] = {}
+
+    def packed(self, sequences):
+        ids = torch.tensor([i for s in sequences for i in s])
+        lengths = [len(s) for s in sequences]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return ids, segment_positions(cu_seqlens, len(ids)), cu_seqlens, max(lengths)
+
+    def check(self, hidden, sequences, last_only):
+        ids, positions, cu_seqlens, longest = self.packed(sequences)
+        full = self.ours.model(ids, positions, packed_attention(cu_seqlens, longest))
+        expected = full[cu_seqlens[1:].long() - 1] if last_only else full
+        torch.testing.assert_close(hidden, expected, atol=self.tolerance, rtol=self.tolerance)
+
+    def prefill(self, slots, sequences):
+        ids, positions, cu_seqlens, longest = self.packed(sequences)
+        attend = self.cache.prefill(torch.tensor(slots), cu_seqlens, longest)
+        self.check(self.ours.model(ids, positions, attend), sequences, last_only=False)
+        self.tokens |= dict(zip(slots, map(list, sequences), strict=True))
+
+    def copy(self, source, slots):
+        self.cache.copy(source, torch.tensor(slots), len(self.tokens[source]))
+        self.tokens |= {slot: list(self.tokens[source]) for slot in slots}
+
+    def decode(self, slots, tokens):
+        lengths = torch.tensor([len(self.tokens[s]) for s in slots])
+        attend = self.cache.decode(torch.tensor(slots), lengths)
+        hidden = self.ours.model(torch.tensor(tokens), lengths, attend)
+        for slot, token in zip(slots, tokens, strict=True):
+            self.tokens[slot].append(token)
+        self.check(hidden, [self.tokens[s] for s in slots], last_only=True)
+
+    def free(self, slot):
+        """The worst a sequence can leave behind."""
+        del self.tokens[slot]
+        self.cache.keys[:, slot] = self.cache.values[:, slot] = torch.nan
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama biased, wide heads", "qwen2", "qwen3 tied"])
+def test_cached_decoding_equals_the_packed_forward_whatever_the_slots_did_before(family, tmp_path):
+    config_class, fields = FAMILIES[family]
+    session = Session(load(make(config_class, **fields), tmp_path), slots=6)
+    rng = random.Random(3)
+    for _ in range(40):
+        free = [s for s in range(6) if s not in session.tokens]
+        if len(free) >= 3:
+            prompts = [[rng.randrange(V) for _ in range(rng.choice([1, 4, 19]))] for _ in range(2)]
+            rng.shuffle(free)
+            session.prefill(free[:2], prompts)
+            session.copy(free[1], free[2:3])
+        live = rng.sample(sorted(session.tokens), rng.randint(1, len(session.tokens)))
+        session.decode(live, [rng.randrange(V) for _ in live])
+        if rng.random() < 0.3:
+            session.free(rng.choice(sorted(session.tokens)))
+    assert session.cache.keys.shape[3] >= 32
+
+
+@torch.no_grad()
+def test_decoding_can_start_in_a_used_slot_without_a_prefill(tmp_path):
+    session = Session(load(make(), tmp_path), slots=2)
+    session.prefill([0, 1], [[5, 6, 7], [8]])
+    session.free(0)
+    session.tokens[0] = []  # the prompt is one token long: nothing to prefill
+    for token in (9, 3, 4):
+        session.decode([0, 1], [token, token])
+
+
+@torch.no_grad()
+def test_growth_keeps_the_content_and_is_geometric(tmp_path):
+    session = Session(load(make(), tmp_path), slots=3)
+    session.prefill([0, 2], [[1, 2, 3], [4]])
+    capacities = []
+    for token in range(120):
+        session.decode([0, 2], [token % V, (7 * token) % V])
+        capacities.append(session.cache.keys.shape[3])
+    assert len(set(capacities)) <= 8 and capacities[-1] < 200
+
+
+@torch.no_grad()
+def test_bfloat16_decoding_stays_within_bfloat16_of_the_packed_forward(tmp_path):
+    ours = load(make(), tmp_path, dtype=torch.bfloat16)
+    session = Session(ours, slots=3, dtype=torch.bfloat16, tolerance=0.1)
+    session.prefill([2, 0], [[1, 2, 3, 4, 5], [6, 7]])
+    for token in range(30):
+        session.decode([0, 2], [token, V - 1 - token])
+
+
+def test_saved_checkpoints_are_those_of_transformers(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5000.0, **ROPES["llama3"]}
+    theirs = make(rope_parameters=rope, max_position_embeddings=99, eos_token_id=[2, 7])
+    theirs.save_pretrained(tmp_path / "source")
+    # As published by several models, and refused by GenerationConfig.save_pretrained: no do_sample.
+    published = '{"eos_token_id": [2, 7], "temperature": 0.6, "top_p": 0.9}'
+    (tmp_path / "source" / "generation_config.json").write_text(published)
+    ours = Transformer.from_pretrained(tmp_path / "source")
+    ours.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(20)[None]
+    assert torch.equal(again(ids).logits, theirs(ids).logits)
+    ignored = {"_name_or_path", "transformers_version"}
+    before, after = theirs.config.to_dict(), again.config.to_dict()
+    assert {k: v for k, v in before.items() if k not in ignored}.items() <= after.items()
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == published
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert fields["rope_theta"] == 5000.0  # all that transformers 4 reads
+    assert fields["rope_scaling"]["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_export_of_float32_masters_and_back(tied, tmp_path):
+    ours = load(make(tie_word_embeddings=tied), tmp_path / "a")
+    ours.save_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+    assert ours.head_weight.dtype == torch.float32
+    exported = load_file(tmp_path / "b" / "model.safetensors")
+    assert ("lm_head.weight" in exported) is not tied
+    again = Transformer.from_pretrained(tmp_path / "b")
+    for (name, before), after in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert exported[name].dtype == torch.bfloat16 and after.dtype == torch.float32
+        assert torch.equal(after, before.bfloat16().float())
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_save_takes_gathered_weights_and_replaces_the_shards_of_an_earlier_save(tmp_path):
+    theirs, other = make(seed=0), make(seed=5)
+    ours = load(theirs, tmp_path / "a")
+    other.save_pretrained(tmp_path / "b", max_shard_size="10KB")
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
+    gathered = {name: p + 1 for name, p in ours.named_parameters()}
+    ours.save_pretrained(tmp_path / "b", state_dict=gathered)
+    for name, parameter in Transformer.from_pretrained(tmp_path / "b").named_parameters():
+        assert torch.equal(parameter, gathered[name])
+
+
+def test_sharded_checkpoints_load(tmp_path):
+    theirs = make()
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    ours = Transformer.from_pretrained(tmp_path)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+
+
+def rewrite(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_second_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_path):
+    theirs = make(tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    extra = {
+        "lm_head.weight": theirs.lm_head.weight.detach().clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    ours = Transformer.from_pretrained(tmp_path)
+    assert not hasattr(ours, "lm_head")
+    assert torch.equal(ours.head_weight, theirs.lm_head.weight)
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+BROKEN = {
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        (FileNotFoundError, "has no config.json; pass"),
+    ),
+    "bad config": (
+        lambda f: (f / "config.json").write_text("{"),
+        (ValueError, "config.json is not JSON"),
+    ),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        (FileNotFoundError, "model.safetensors is missing; a checkpoint is"),
+    ),
+    "cut weights": (
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:-8]
+        ),
+        (ValueError, "model.safetensors is damaged"),
+    ),
+    "other architecture": (
+        lambda f: edit_config(f, model_type="gemma2"),
+        (ValueError, "config.json: model_type 'gemma2' is not supported; use one of llama, qwen2"),
+    ),
+    "missing tensor": (
+        lambda f: rewrite(f, lambda t: t.pop(NORM)),
+        (ValueError, rf"missing \['{NORM}'\], not expected \[\]"),
+    ),
+    "surplus tensor": (
+        lambda f: rewrite(f, lambda t: t.update({"model.x": torch.ones(1)})),
+        (ValueError, r"missing \[\], not expected \['model.x'\]"),
+    ),
+    "wrong shape": (
+        lambda f: rewrite(f, lambda t: t.update({NORM: torch.ones(31)})),
+        (ValueError, rf"{NORM} has shape \(31,\), but config.json describes \(32,\)"),
+    ),
+    "untied without head": (
+        lambda f: rewrite(f, lambda t: t.pop("lm_head.weight")),
+        (ValueError, r"missing \['lm_head.weight'\]"),
+    ),
+    "unknown rope": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        (ValueError, "rope_type 'spiral' is not supported; use one of default"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_checkpoints_are_refused_in_one_sentence(case, tmp_path):
+    damage, (error, sentence) = BROKEN[case]
+    make().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(error, match=sentence) as caught:
+        Transformer.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value) or "rope" in case
+
+
+def test_missing_shard_is_named(tmp_path):
+    make().save_pretrained(tmp_path, max_shard_size="10KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{shard.name} is missing"):
+        Transformer.from_pretrained(tmp_path)
+
+
+def test_path_that_does_not_exist_is_named():
+    with pytest.raises(FileNotFoundError, match="runs/x/policy is neither a directory nor"):
+        Transformer.from_pretrained("runs/x/policy")
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
+def test_sliding_windows_are_refused_only_where_a_layer_has_one(config_class, tmp_path):
+    window = {"use_sliding_window": True, "sliding_window": 4}
+    make(config_class, **window, max_window_layers=1).save_pretrained(tmp_path / "active")
+    with pytest.raises(ValueError, match="sliding-window attention is not supported"):
+        Transformer.from_pretrained(tmp_path / "active")
+    theirs = make(config_class, **window, max_window_layers=2)
+    ours = load(theirs, tmp_path / "inactive")
+    ids, cu_seqlens, index = pack([20])
+    logprobs, _ = ours(ids, cu_seqlens, index, ids[1:])
+    expected = reference(theirs, ids, [20])[index].gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_backbone_loads_from_a_policy_checkpoint_without_its_head(tmp_path):
+    make().save_pretrained(tmp_path)
+    other = Transformer(LlamaConfig.from_pretrained(tmp_path))
+    other.value_head = torch.nn.Linear(32, 1)
+    del other.lm_head
+    fresh = other.value_head.weight.clone()
+    names = ("value_head.weight", "value_head.bias")
+    load_weights(other, tmp_path, torch.float32, ignore=("lm_head.weight",), fresh=names)
+    policy = Transformer.from_pretrained(tmp_path)
+    assert torch.equal(other.model.norm.weight, policy.model.norm.weight)
+    assert torch.equal(other.value_head.weight, fresh)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_decoding_a_small_model_is_not_slower_than_generate(tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    theirs = make(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+    ours = load(theirs, tmp_path)
+    rows, prompt, new = 64, 16, 64
+    ids = torch.randint(1, V, (rows, prompt))
+    slots, cu_seqlens = torch.arange(rows), torch.arange(rows + 1, dtype=torch.int32) * prompt
+
+    def our_loop():
+        cache = KVCache(ours.config, rows, torch.float32, "cpu")
+        positions = segment_positions(cu_seqlens, rows * prompt)
+        attend = cache.prefill(slots, cu_seqlens, prompt)
+        hidden = ours.model(ids.flatten(), positions, attend)[cu_seqlens[1:].long() - 1]
+        for step in range(new):
+            tokens = torch.multinomial(ours.logits(hidden).softmax(-1), 1)[:, 0]
+            lengths = torch.full((rows,), prompt + step)
+            hidden = ours.model(tokens, lengths, cache.decode(slots, lengths))
+
+    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0)
+    loops = {"ours": our_loop, "theirs": lambda: theirs.generate(ids, settings)}
+    best = dict.fromkeys(loops, float("inf"))
+    for _ in range(6):  # interleaved, because the load of the machine drifts
+        for name, loop in loops.items():
+            start = time.process_time()
+            loop()
+            best[name] = min(best[name], time.process_time() - start)
+    assert best["ours"] < best["theirs"], best

@@ -1,0 +1,319 @@
+"""train.py end to end, on an untrained model (RTM) with a stand-in grader, and on the embedded one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+
+ROOT = Path(__file__).parent.parent
+SMALL = "--prompts-per-step 3 --group-size 4 --max-response-tokens 16 --log-samples -1".split()
+
+
+class HashGrader:
+    """About half of all responses are right, whatever the model says: mixed groups from an untrained model."""
+
+    def __init__(self, num_workers, timeout_s):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, response, label, think="auto"):
+        future = Future()
+        correct = sum(response.encode()) % 2 == 0
+        future.set_result(SimpleNamespace(correct=correct, reason="ok" if correct else "wrong"))
+        return future
+
+
+@pytest.fixture
+def mixed_rewards(monkeypatch):
+    monkeypatch.setattr(train, "Verifier", HashGrader)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch, request):
+    if "figures" not in request.keywords:
+        monkeypatch.setattr(train, "draw_figures", lambda folder: None)
+
+
+def run(folder, *flags, model=None):
+    """Train in this process; returns the rows of metrics.jsonl by step."""
+    base = ["--output-dir", str(folder), "--eval-data", "", *SMALL]
+    train.main([*base, *(["--model", str(model)] if model else []), *map(str, flags)])
+    return metrics(folder)
+
+
+def metrics(folder):
+    return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+def weights(folder, step, part="policy"):
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / part / "model.safetensors")
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def largest_difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# ---- the method
+
+
+def test_bc10_the_critic_trains_while_the_policy_waits(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--steps 4 --num-critic-only-steps 3 --critic-lr 5e-6 --critic-lr-warmup-steps 0 --weight-decay 0 "
+    flags += "--critic-value-bias-init 0.52 --save-every 1 --keep-checkpoints 0"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    start = load_file(random_tiny_model / "model.safetensors")
+    critics = [weights(tmp_path / "r", step, "critic") for step in (1, 2, 3, 4)]
+    policies = [weights(tmp_path / "r", step) for step in (1, 2, 3, 4)]
+    backbone = [{n: w for n, w in c.items() if not n.startswith("value_head")} for c in critics]
+    assert critics[0]["value_head.weight"].abs().max().item() == pytest.approx(5e-6, rel=1e-2)
+    assert abs(critics[0]["value_head.bias"].item() - 0.52) == pytest.approx(5e-6, rel=2e-2)
+    assert same(backbone[0], start)
+    assert critics[1]["value_head.weight"].abs().max().item() == pytest.approx(1e-5, rel=0.1)
+    assert not same(backbone[1], start)
+    assert all(same(policies[i], start) for i in range(3))
+    assert not same(policies[3], start)
+    assert "policy/loss" not in rows[3] and "policy/loss" in rows[4]
+
+
+def test_first_critic_step_of_a_warm_up_has_learning_rate_zero(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--steps 3 --num-critic-only-steps 1 --critic-lr 1e-3 --critic-lr-warmup-steps 2"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert [rows[s]["critic/lr"] for s in (1, 2, 3)] == [0, 5e-4, 1e-3]
+
+
+def test_a_critic_that_does_not_move_is_said_loudly(random_tiny_model, tmp_path, mixed_rewards, capsys):
+    flags = "--steps 4 --num-critic-only-steps 1 --critic-lr 0"
+    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert "critic is dead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "justrl2"])
+def test_on_policy_the_first_ratio_is_one_and_sampler_equals_trainer(algorithm, random_tiny_model, tmp_path, mixed_rewards):
+    flags = f"--steps 2 --algorithm {algorithm} --num-critic-only-steps 0 --temperature 0.7"
+    for row in run(tmp_path / "r", *flags.split(), model=random_tiny_model).values():
+        assert abs(row["policy/ratio"] - 1) < 1e-6 and abs(row["policy/approx_kl"]) < 1e-6
+        assert row["policy/clip_fraction"] == 0
+        assert row["policy/mismatch_max"] < 1e-5
+
+
+def test_several_updates_per_step_leave_the_old_policy(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--steps 1 --algorithm grpo --lr 1e-2 --epochs-per-step 3 --minibatches-per-step 2"
+    (row,) = run(tmp_path / "r", *flags.split(), model=random_tiny_model).values()
+    assert abs(row["policy/ratio"] - 1) > 1e-3 and row["policy/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "justrl2"])
+def test_bc05_micro_batches_change_nothing(algorithm, random_tiny_model, tmp_path, mixed_rewards):
+    flags = f"--steps 1 --algorithm {algorithm} --num-critic-only-steps 0 --critic-lr-warmup-steps 0 --lr 1e-4 --critic-lr 1e-4"
+    results = []
+    for budget in (1, 60, 100_000):
+        folder = tmp_path / str(budget)
+        (row,) = run(folder, *flags.split(), "--max-tokens-per-micro-batch", budget, model=random_tiny_model).values()
+        results.append((row, folder))
+    for row, folder in results[1:]:
+        for name in ("policy/grad_norm", "policy/loss", "critic/grad_norm", "critic/loss"):
+            if name in row:
+                assert row[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-7), name
+        assert largest_difference(weights(folder, 1), weights(results[0][1], 1)) < 1e-6
+        if algorithm == "justrl2":
+            assert largest_difference(weights(folder, 1, "critic"), weights(results[0][1], 1, "critic")) < 1e-6
+
+
+def test_overlong_penalty_reaches_the_actor_and_never_the_critic(random_tiny_model, tmp_path, mixed_rewards, monkeypatch):
+    seen = []
+    shape = train.shape_rewards
+    monkeypatch.setattr(train, "shape_rewards", lambda *a: seen.append((a[0], *shape(*a))) or seen[-1][1:])
+    run(tmp_path / "r", "--steps", 1, "--num-critic-only-steps", 0, "--overlong-buffer-tokens", 8, model=random_tiny_model)
+    batch, actor, raw = seen[0]
+    penalty = torch.tensor([min(0.0, max(-1.0, (8 - n) / 8)) for n in batch.response_lengths.tolist()])
+    assert torch.allclose(actor.sum(1), batch.rewards + penalty) and penalty.min() < 0
+    assert torch.equal(raw.sum(1), batch.rewards)
+    last = batch.response_lengths - 1
+    assert torch.equal(actor.gather(1, last[:, None])[:, 0], actor.sum(1))
+
+
+# ---- nothing to learn from
+
+
+def test_bc07c_a_sampler_that_can_never_fill_ends_and_says_so(random_tiny_model, tmp_path, capsys):
+    data = tmp_path / "impossible.jsonl"
+    data.write_text('{"prompt": "1 a:+1", "label": "not this"}\n' * 4)
+    flags = f"--steps 9 --num-critic-only-steps 1 --data {data} --max-refills 2 --save-every 1"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert sorted(rows) == [1, 2, 3]  # three empty steps end the run
+    for row in rows.values():
+        assert row["rollout/groups_kept"] == 0 and row["rollout/groups_finished"] == 9
+        assert row["rollout/zero_variance_share"] == 1.0 and row["rollout/rounds"] == 3
+    err = capsys.readouterr().err
+    assert "no group kept of 9 sampled" in err and "stopped" in err
+    assert same(weights(tmp_path / "r", 3), load_file(random_tiny_model / "model.safetensors"))
+
+
+# ---- resume and interruption
+
+
+def test_bc14_three_steps_and_resume_equal_six_steps(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--num-critic-only-steps 2 --over-sampling 2 --partial-rollout --slots 10 --lr 1e-3 --critic-lr 1e-3 --save-every 3"
+    whole = run(tmp_path / "a", "--steps", 6, *flags.split(), model=random_tiny_model)
+    run(tmp_path / "b", "--steps", 3, *flags.split(), model=random_tiny_model)
+    resumed = run(tmp_path / "b", "--steps", 6, "--resume", *flags.split(), model=random_tiny_model)
+    assert sum(row["rollout/groups_resumed"] for row in whole.values()) > 0
+    assert resumed.keys() == whole.keys()
+    for step in whole:
+        for name in whole[step]:
+            if not name.startswith("perf/"):
+                assert resumed[step][name] == whole[step][name], (step, name)
+    for part in ("policy", "critic"):
+        assert same(weights(tmp_path / "a", 6, part), weights(tmp_path / "b", 6, part))
+    lines = [(f / "rollouts.jsonl").read_text() for f in (tmp_path / "a", tmp_path / "b")]
+    assert lines[0] == lines[1]
+
+
+def test_bc14_a_policy_without_its_critic_is_an_error(random_tiny_model, tmp_path, mixed_rewards):
+    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    critic = tmp_path / "r/checkpoints/step_000002/critic"
+    critic.rename(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="without its critic"):
+        run(tmp_path / "r", "--steps", 3, "--num-critic-only-steps", 1, "--resume", model=random_tiny_model)
+
+
+def test_only_the_newest_checkpoints_are_kept(random_tiny_model, tmp_path, mixed_rewards):
+    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 4, "--save-every", 1, model=random_tiny_model)
+    names = sorted(p.name for p in (tmp_path / "r/checkpoints").iterdir())
+    assert names == ["step_000003", "step_000004"]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
+    folder = tmp_path / "r"
+    command = [sys.executable, "train.py", "--output-dir", folder, "--eval-data", "", "--steps", "500", *SMALL]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.time() + 90
+    while not ((folder / "metrics.jsonl").exists() and metrics(folder)) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    last = max(metrics(folder))
+    assert (folder / "checkpoints" / f"step_{last:06d}" / "policy" / "config.json").exists()
+    assert "stopping after this step" in output and "--resume" in output
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data", "nowhere.jsonl"], ["nowhere.jsonl", "does not exist"]),
+        (["--algorithm", "grpoo"], ["grpoo", "justrl2"]),
+        (["--model", "nowhere/at-all"], ["nowhere/at-all"]),
+        (["--overlong-buffer-tokens", "16"], ["overlong-buffer-tokens"]),
+        (["--output-dir", "/proc/nothing/here"], ["/proc/nothing/here", "cannot be written"]),
+        (["--device", "cuda"], ["cuda"]),
+    ],
+)
+def test_bad_input_ends_with_one_sentence(flags, words, tmp_path):
+    if flags == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(SystemExit) as error:
+        run(tmp_path / "r", *flags)
+    message = str(error.value)
+    assert message.startswith("error: ") and all(w in message for w in words), message
+    assert "\n" not in message
+
+
+def test_a_model_directory_without_tokenizer_is_named(random_tiny_model, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((random_tiny_model / name).read_bytes())
+    with pytest.raises(SystemExit, match="no tokenizer"):
+        run(tmp_path / "r", model=tmp_path)
+
+
+def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mixed_rewards):
+    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+    before = (tmp_path / "r/metrics.jsonl").read_text()
+    with pytest.raises(SystemExit, match="already holds a run; add --resume"):
+        run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+    assert (tmp_path / "r/metrics.jsonl").read_text() == before
+    with pytest.raises(SystemExit, match="holds no checkpoint"):
+        run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
+
+
+def test_a_nan_loss_stops_the_run_and_keeps_the_rollouts(random_tiny_model, tmp_path, mixed_rewards, monkeypatch):
+    forward = train.forward_policy
+    calls = []
+
+    def poisoned(*args):
+        logprobs, entropy = forward(*args)
+        calls.append(1)
+        return (logprobs * float("nan") if len(calls) > 1 else logprobs), entropy
+
+    monkeypatch.setattr(train, "forward_policy", poisoned)
+    with pytest.raises(SystemExit, match="policy is not finite in step 1"):
+        run(tmp_path / "r", "--algorithm", "grpo", "--steps", 2, model=random_tiny_model)
+    (saved,) = (tmp_path / "r").glob("nonfinite_step_000001*.jsonl")
+    assert json.loads(saved.read_text().splitlines()[0])["response_ids"]
+
+
+# ---- the run directory, and learning on the embedded task
+
+
+def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, mixed_rewards):
+    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    names = {p.name for p in (tmp_path / "r/checkpoints/step_000002").iterdir()}
+    assert names == {"policy", "critic", "trainer_state"}
+    config = json.loads((tmp_path / "r/config.json").read_text())
+    assert config["algorithm"] == "justrl2" and config["clip_high"] == 0.28
+    row = json.loads((tmp_path / "r/rollouts.jsonl").read_text().splitlines()[0])
+    keys = "step problem_id sample_index prompt response response_ids rollout_logprobs reward overlong_penalty reason "
+    assert row.keys() == set((keys + "finish_reason response_length kept").split())
+    assert row["response_length"] == len(row["response_ids"]) == len(row["rollout_logprobs"])
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = tmp_path / "r/checkpoints/step_000002/policy"
+    assert AutoModelForCausalLM.from_pretrained(policy).config.vocab_size == 64
+    assert AutoTokenizer.from_pretrained(policy).chat_template
+
+
+@pytest.mark.figures
+def test_figures_are_drawn_at_the_end(random_tiny_model, tmp_path, mixed_rewards):
+    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    names = {p.name for p in (tmp_path / "r/figures").iterdir()}
+    assert {"reward.png", "lengths.png", "critic.png"} <= names
+    assert all(p.stat().st_size > 5_000 for p in (tmp_path / "r/figures").iterdir())
+
+
+@pytest.mark.parametrize("algorithm", ["justrl2", "grpo", "ppo"])
+def test_learning_the_embedded_task(algorithm, tmp_path):
+    flags = f"--algorithm {algorithm} --steps 12 --num-critic-only-steps 2 --lr 5e-4 --eval-samples 1 --eval-every 0"
+    base = ["--output-dir", str(tmp_path / "r"), "--prompts-per-step", "16"]
+    train.main([*base, *flags.split()])
+    rows = metrics(tmp_path / "r")
+    assert rows[12]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.3
+
+
+def test_the_command_line_helps():
+    result = subprocess.run(
+        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
+    assert result.returncode == 0 and "--gae-lambda-k" in result.stdout
