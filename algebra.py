@@ -4,15 +4,17 @@ A value is a nested tuple whose first element is its tag.
 
     expressions  ("num", Fraction) ("sym", name) ("const", "pi" | "e" | "i") ("inf", 1 | -1)
                  ("add", a, ...) ("mul", a, ...) ("inv", a) ("pow", a, b) ("fn", name, a)
-                 ("app", name, a, ...) ("deg", a) ("abs", a) ("floor", a) ("factorial", a) ("binom", n, k)
+                 ("app", name, a, ...) ("deg", a) ("abs", a) ("floor", a) ("factorial", a)
+                 ("binom", n, k)
     the others   ("unit", expression, unit) ("based", value, base) ("list", a, ...) ("set", a, ...)
-                 ("tuple", "()", a, ...) ("reals", (low, closed, high, closed), ...) ("matrix", row, ...)
-                 ("ratio", is_clock, a, ...) ("text", words) ("named", name, value, strict)
-                 ("relation", op, left, right)
+                 ("tuple", "()", a, ...) ("reals", (low, closed, high, closed), ...)
+                 ("matrix", row, ...) ("ratio", is_clock, a, ...) ("text", words)
+                 ("named", name, value, strict) ("relation", op, left, right)
 
-Nothing is equal "up to a tolerance". Rational numbers are compared as Fractions. Other constants are
-zero only if their rounding noise shrinks with the precision; expressions with unknowns are compared at
-fixed rational points. All work is charged to a budget before it is done, so nothing can hang.
+Nothing is equal "up to a tolerance". Rational numbers are compared as Fractions. Other constants
+are equal if the rounding noise of their difference shrinks with the precision, and expressions with
+unknowns if they agree at fixed points. All work is charged to a budget before it is done, so that
+nothing can hang.
 """
 
 import functools
@@ -50,7 +52,7 @@ KINDS = dict.fromkeys(EXPRESSIONS, "an expression") | {
 DEGREES = (("degree", 1),)  # a unit: sorted pairs of name and exponent, or "%"
 
 
-class Unreadable(ValueError):
+class Unreadable(Exception):
     """Not an answer of a supported kind."""
 
 
@@ -58,7 +60,7 @@ class NoValue(Unreadable):
     """Understood, but without a value (18 = 19, 1/0): the reason is "wrong", not "parse"."""
 
 
-class TooBig(ValueError):
+class TooBig(Exception):
     """A size cap or the work budget is exceeded."""
 
 
@@ -96,11 +98,15 @@ def scaled(factor, value):
     return times(factor, value)
 
 
-def symbols(expr, tag="sym"):
+def symbols(expr):
     """Names of the unknowns in an expression."""
-    if expr[0] == tag:
+    if expr[0] == "sym":
         return {expr[1]}
-    return set().union(*(symbols(part, tag) for part in expr[1:] if type(part) is tuple))
+    return set().union(*(symbols(part) for part in expr[1:] if type(part) is tuple))
+
+
+def contains(expr, tag):
+    return expr[0] == tag or any(contains(part, tag) for part in expr[1:] if type(part) is tuple)
 
 
 def over(above, below):
@@ -116,16 +122,15 @@ def has_degrees(expr):
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
-MP = (
-    mpmath.MPContext()
-)  # with a precision of its own; not for two threads at a time (see verify.py)
+MP = mpmath.MPContext()  # its precision is ours alone; verify.py lets one thread in at a time
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-_budget = [0.0]
+_budget = [math.inf]
 
 
 def set_budget(nanoseconds):
-    """Allow this much work from now on. It is estimated, not measured, so that a pair of texts gets
-    the same verdict on every machine and on every repetition."""
+    """Allow this much work from now on. It is estimated and not measured, so that a pair of texts
+    gets the same verdict on every machine and on every repetition.
+    """
     _budget[0] = nanoseconds
 
 
@@ -146,8 +151,9 @@ def size(number):
 
 class Evaluator:
     """Evaluate at a point {symbol: Fraction}: Fractions as long as possible, then real or complex
-    numbers of `bits` precision. `top` is the magnitude (power of two) of the largest inexact number
-    seen, `exact_bits` the size of the largest Fraction that was rounded: they bound the error."""
+    numbers of `bits` precision. Two things bound the error: `top`, the largest magnitude seen (as a
+    power of two), and `exact_bits`, the size of the largest Fraction that was rounded.
+    """
 
     def __init__(self, bits, point=None):
         self.bits, self.point, self.top, self.exact_bits = bits, point or {}, 0, 0
@@ -162,12 +168,22 @@ class Evaluator:
     def inexact(self, number):
         if not isinstance(number, Fraction):
             return number
-        self.exact_bits = max(self.exact_bits, size(number))
+        above, below = number.numerator.bit_length(), number.denominator.bit_length()
+        self.exact_bits = max(self.exact_bits, above, below)
+        self.top = max(self.top, above - below + 1)
         return MP.mpf(number.numerator) / number.denominator
 
-    def note(self, number, cost=4000):
-        """Book an inexact result: its cost in ns, its magnitude, and that it is finite."""
+    def call(self, function, *arguments, cost):
+        """A function of mpmath, for `cost` nanoseconds at 256 bits."""
         charge(cost * self.slow)
+        try:
+            return self.note(function(*arguments))
+        except (ZeroDivisionError, ValueError):
+            raise NoValue("a function where it is not defined") from None
+
+    def note(self, number):
+        """Book an inexact result: its cost, its magnitude, and that it is finite."""
+        charge(4000 * self.slow)
         if not MP.isfinite(number):
             raise NoValue("not a finite number")
         if isinstance(number, MP.mpc) and number.imag == 0:
@@ -176,7 +192,13 @@ class Evaluator:
             self.top = max(self.top, MP.mag(number))
         return number
 
-    def multiply(self, a, b):
+    def plus(self, a, b):
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            charge(size(a) * size(b) / 300)
+            return a + b
+        return self.note(self.inexact(a) + self.inexact(b))
+
+    def times(self, a, b):
         if isinstance(a, Fraction) and isinstance(b, Fraction):
             charge(size(a) * size(b) / 300)
             return a * b
@@ -195,17 +217,10 @@ class Evaluator:
         raise Unreadable("arithmetic with infinity")
 
     def do_add(self, *terms):
-        total = Fraction(0)
-        for term in map(self.value, terms):
-            if isinstance(total, Fraction) and isinstance(term, Fraction):
-                charge(size(total) * size(term) / 300)
-                total += term
-            else:
-                total = self.note(self.inexact(total) + self.inexact(term))
-        return total
+        return functools.reduce(self.plus, map(self.value, terms))
 
     def do_mul(self, *factors):
-        return functools.reduce(self.multiply, map(self.value, factors))
+        return functools.reduce(self.times, map(self.value, factors))
 
     def do_inv(self, inner):
         value = self.value(inner)
@@ -237,11 +252,7 @@ class Evaluator:
 
     def integer_power(self, base, power):
         if not isinstance(base, Fraction):
-            return (
-                self.general_power(base, power)
-                if abs(power) > 999
-                else self.note(base**power, 40_000)
-            )
+            return self.general_power(base, Fraction(power))
         bits = size(base) * abs(power)
         if bits > MAX_POWER_BITS and abs(base) != 1:
             raise TooBig("a power with too many digits")
@@ -249,18 +260,16 @@ class Evaluator:
         return base**power
 
     def general_power(self, base, power):
-        root = power == Fraction(1, 2)
+        if power == Fraction(1, 2):
+            return self.call(MP.sqrt, self.inexact(base), cost=20_000)
         base, power = self.inexact(base), self.inexact(power)
-        if root:
-            return self.note(MP.sqrt(base), 20_000)
         if power != 0 and MP.mag(power) + MP.mag(MP.mag(base) + 2) > 20:
             raise TooBig("a power with too many digits")
-        charge(100_000 * self.slow)
-        return self.note(MP.power(base, power))
+        return self.call(MP.power, base, power, cost=100_000)
 
     def do_deg(self, inner):
         value = self.value(inner)
-        return self.multiply(value, self.note(MP.pi / 180)) if self.angle_in_degrees else value
+        return self.times(value, self.note(MP.pi / 180)) if self.angle_in_degrees else value
 
     def do_fn(self, name, inner):
         outer, self.angle_in_degrees = self.angle_in_degrees, name in TRIGONOMETRIC
@@ -274,8 +283,7 @@ class Evaluator:
             raise TooBig("a function of a huge number")
         if value == 0 and name in ("ln", "cot", "csc"):
             raise NoValue("a function where it is not defined")
-        charge(50_000 * self.slow)
-        return self.note(getattr(MP, name)(value))
+        return self.call(getattr(MP, name), value, cost=50_000)
 
     def do_app(self, name, *inner):
         """An unknown function: one fixed pseudo-random rational for each name and arguments."""
@@ -298,8 +306,7 @@ class Evaluator:
     def gamma(self, x):
         if x != 0 and MP.mag(x) > 12 or self.bits > 1024:
             raise TooBig("a factorial above 3000!")
-        charge(1_000_000 * self.slow)
-        return self.note(MP.gamma(x))
+        return self.call(MP.gamma, x, cost=1_000_000)
 
     def do_binom(self, n, k):
         n, k = self.value(n), self.value(k)
@@ -309,7 +316,8 @@ class Evaluator:
             charge(300 * int(n))
             return Fraction(math.comb(int(n), int(k)))
         n, k = self.inexact(n), self.inexact(k)
-        return self.note(self.gamma(n + 1) / self.gamma(k + 1) / self.gamma(n - k + 1))
+        below = self.gamma(k + 1) * self.gamma(n - k + 1)
+        return self.call(MP.fdiv, self.gamma(n + 1), below, cost=0)
 
     def do_abs(self, inner):
         value = self.value(inner)
@@ -338,9 +346,8 @@ def points(names, steps=False):
     rng, out = random.Random(20), []
     for k in range(48 if steps else 16):
         signs = [1 if k % 2 == 0 else -1 if k == 1 else rng.choice((1, -1)) for _ in names]
-        row = [
-            Fraction(sign * rng.choice(NUMERATORS) * (12 if steps else 1), 211) for sign in signs
-        ]
+        scale = Fraction(12 if steps else 1, 211)
+        row = [sign * rng.choice(NUMERATORS) * scale for sign in signs]
         if steps and k % 2 == 0:
             row = [Fraction(1 + (k // 2 + 7 * j) % 24) for j in range(len(names))]
         out.append(dict(zip(names, row, strict=True)))
@@ -364,10 +371,11 @@ def residue(difference, point, bits):
 
 
 def is_zero(difference, names, steps=False):
-    """Whether difference(Evaluator) vanishes: a constant exactly, a function at five or more points.
+    """Whether difference(Evaluator) vanishes; with unknowns at five points, with steps at up to 48.
 
-    What is zero only up to rounding is computed again with twice the precision: rounding noise
-    shrinks, but a tiny true difference does not (e^{pi sqrt 163} is 1e-30 off an integer)."""
+    What is zero up to rounding is computed again with twice the precision: rounding noise shrinks,
+    but a tiny true difference does not (e^{pi sqrt 163} is 1e-30 off an integer).
+    """
     if len(names) > MAX_SYMBOLS:
         raise TooBig("too many unknowns")
     good = 0
@@ -379,8 +387,8 @@ def is_zero(difference, names, steps=False):
                 tiny = MP.mpf(2) ** -(bits // 2)
                 if again is None or again > (noise or tiny**2) * tiny:
                     return False
-        except (NoValue, ZeroDivisionError, ValueError) as error:
-            if isinstance(error, TooBig) or (isinstance(error, Unreadable) and not names):
+        except NoValue:
+            if not names:
                 raise
             continue  # not defined at this point
         if noise is None:
@@ -388,7 +396,7 @@ def is_zero(difference, names, steps=False):
         good += 1
         if good == 5 and not steps:
             break
-    if good < (4 if names else 1):
+    if names and good < 4:
         raise NoValue("not defined")
     return True
 
@@ -397,7 +405,7 @@ def equal_exprs(a, b):
     """Same value, or the same function of the unknowns."""
     if a[0] == b[0] == "num" or "inf" in (a[0], b[0]):
         return a == b
-    steps = bool(symbols(a, "floor") | symbols(b, "floor"))
+    steps = contains(a, "floor") or contains(b, "floor")
     return is_zero(lambda work: work.do_add(a, negative(b)), symbols(a) | symbols(b), steps)
 
 
@@ -420,10 +428,8 @@ def proportional(a, b, positive=False):
         work.point = fixed
         there = [work.value(x) for x in (a, b)]
         work.point = point
-        products = work.multiply(here[0], there[1]), work.multiply(here[1], there[0])
-        exact_both = all(isinstance(x, Fraction) for x in products)
-        left, right = products if exact_both else map(work.inexact, products)
-        return left - right if exact_both else work.note(left - right)
+        left, right = work.times(here[0], there[1]), work.times(here[1], there[0])
+        return work.plus(left, -right)
 
     return is_zero(determinant, names)
 
@@ -450,8 +456,8 @@ def is_closed(side):
 
 
 def relate(ops, sides):
-    """A chain such as x = 38/2 = 19 or -4 <= x < 9 -> a named value, a relation or a plain value."""
-    if ops == ["\\in"]:
+    """A chain such as x = 38/2 = 19 or -4 <= x < 9: a named value, a relation or a plain value."""
+    if ops == ["\\in"] and is_name(sides[0]) == 2:
         return ("named", sides[0], sides[1], True)
     return equation(sides) if set(ops) == {"="} else inequality(ops, sides)
 
@@ -466,7 +472,8 @@ def equation(sides):
         return ("relation", "=", number(sides[0]), number(sides[1]))
     values = sides[1:] if strength else sides
     values = [value for value in values[:-1] if is_name(value) < 2] + [values[-1]]
-    if not all(same(left, right) for left, right in itertools.pairwise(values)):
+    # Each with each: 50% equals both 0.5 and 50, which are not equal
+    if not all(same(left, right) for left, right in itertools.combinations(values, 2)):
         raise NoValue("a false chain of equations")
     return ("named", sides[0], values[-1], strength == 2) if strength else values[-1]
 
@@ -475,9 +482,8 @@ def inequality(ops, sides):
     flipped = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
     if not set(ops) <= set(flipped):
         raise Unreadable("mixed relations")
-    if ops[0][0] == ">" or (is_closed(sides[0]) and len(sides) == 2 and ops[0] != "!="):
+    if ops[0][0] == ">":
         ops, sides = [flipped[op] for op in reversed(ops)], sides[::-1]
-    lower, upper = ("inf", -1), ("inf", 1)
     if len(sides) == 3 and ops[0][0] == ops[1][0] == "<" and is_name(sides[1]) == 2:
         ends = number(sides[0]), "=" in ops[0], number(sides[2]), "=" in ops[1]
         return ("named", sides[1], ("reals", ends), True)
@@ -485,10 +491,8 @@ def inequality(ops, sides):
         raise Unreadable("a chain of inequalities")
     for (name, end), op in ((sides, ops[0]), (sides[::-1], flipped[ops[0]])):
         if is_name(name) == 2 and is_closed(end):
-            below, above = (
-                (lower, False, number(end), "<=" == op),
-                (number(end), op == ">=", upper, False),
-            )
+            below = (("inf", -1), False, number(end), op == "<=")
+            above = (number(end), op == ">=", ("inf", 1), False)
             rays = {"<": [below], ">": [above], "!": [below, above]}[op[0]]
             return ("named", name, ("reals", *rays), True)
     return ("relation", ops[0], number(sides[0]), number(sides[1]))
@@ -598,7 +602,7 @@ def same(a, b):
 
 
 def same_number(a, b):
-    """A unit may be left out, but two units must agree. p% is p/100, or p with the sign left out."""
+    """A unit may be left out, but two must agree. p% is p/100, or p with the sign left out."""
     (p, unit), (q, wanted) = ((x[1], x[2]) if x[0] == "unit" else (x, None) for x in (a, b))
     if unit and wanted and unit != wanted:
         return False
@@ -606,8 +610,8 @@ def same_number(a, b):
         return p[1].upper() == q[1]  # a choice letter
     hundredth = ("num", Fraction(1, 100))
     if unit != wanted and "%" in (unit, wanted):
-        scaled = (times(p, hundredth), q) if unit else (p, times(q, hundredth))
-        return equal_exprs(*scaled) or equal_exprs(p, q)
+        shares = (times(p, hundredth), q) if unit else (p, times(q, hundredth))
+        return equal_exprs(*shares) or equal_exprs(p, q)
     return equal_exprs(p, q)
 
 

@@ -133,8 +133,11 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Whole float32 weights on the CPU, one tensor gathered at a time; complete on every rank."""
-    return {name: full(value).detach().cpu() for name, value in module.state_dict().items()}
+    """Whole float32 weights on the CPU, one tensor gathered at a time; complete on every rank.
+
+    Copied: what `full` returns may be a view of padded storage, which safetensors refuses.
+    """
+    return {name: full(value).detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:

@@ -1,4 +1,4 @@
-"""Make the embedded default task and its tiny base model: `python assets/make_assets.py` (5 minutes).
+"""Make the embedded task and its tiny base model: `python assets/make_assets.py` (5 minutes).
 
 The task is arithmetic modulo 10 in many steps. A problem is a start digit and a chain of labelled
 additions and subtractions; the answer is one line of working per operation, then a box:
@@ -6,10 +6,10 @@ additions and subtractions; the answer is one line of working per operation, the
     prompt    3 a:+4 b:-9
     response  <think> a:3+4=7 b:7-9=8</think>\\boxed{8}
 
-Chains have 2 to 18 operations, so responses 16 to 96 tokens, and one wrong step spoils the answer.
-The base model first learns correct working, then working with slips: each of the 180 facts comes out
-one too high at a rate of its own, and the slip is carried on. Sampled at temperature 1 it keeps to
-the format and solves about a third of the problems, fewer the longer they are.
+Chains have 2 to 18 operations, responses 16 to 96 tokens, and one wrong step spoils the answer.
+The base model first learns correct working, then working with slips: each of the 180 facts comes
+out one too high at a rate of its own, and the slip is carried on. Sampled at temperature 1 the
+model keeps to the format and solves a third of the problems, fewer the longer they are.
 
 `python assets/make_assets.py --check` only compares the committed problems with regenerated ones.
 """
@@ -100,9 +100,10 @@ def make_problems(seed=0):
             start, operations = draw_chain(rng, steps)
             while write_prompt(start, operations) in seen:
                 start, operations = draw_chain(rng, steps)
-            prompt, response = write_prompt(start, operations), write_response(start, operations)
+            prompt = write_prompt(start, operations)
+            label = RESPONSE.fullmatch(write_response(start, operations))[1]
             seen.add(prompt)
-            problems.append({"prompt": prompt, "label": RESPONSE.match(response)[1], "steps": steps})
+            problems.append({"prompt": prompt, "label": label, "steps": steps})
         rng.shuffle(problems)
         splits[split] = [{"id": f"{split}-{i:04d}", **p} for i, p in enumerate(problems)]
     return splits
@@ -134,7 +135,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    """Randomly initialised two-layer Llama with grouped-query attention, 103 thousand parameters."""
+    """Randomly initialised two-layer Llama with grouped-query attention, 103k parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -158,7 +159,7 @@ def chat_prompt(tokenizer, prompt):
 
 
 def make_batch(tokenizer, rng, step_counts, slips, held_out):
-    """(B, T) int64 input ids and labels of fresh problems; labels are -100 on prompt and padding."""
+    """(B, T) int64 input ids and labels of fresh problems; -100 on prompt and padding."""
     rows = []
     while len(rows) < BATCH_SIZE:
         start, operations = draw_chain(rng, rng.choice(step_counts))
@@ -242,8 +243,8 @@ def save(model, tokenizer, directory):
 
 def main():
     parser = argparse.ArgumentParser(description="Make the default task and its tiny base model.")
-    parser.add_argument("--check", action="store_true", help="only compare the committed problems")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model, not of the problems")
+    parser.add_argument("--check", action="store_true", help="compare the committed problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model")
     args = parser.parse_args()
 
     splits = make_problems()
@@ -261,7 +262,7 @@ def main():
     curriculum = {"one step": range(1, 2), "short chains": range(2, 6), "all chains": STEP_COUNTS}
     for stage, step_counts in curriculum.items():
         train(model, tokenizer, rng, held_out, stage, step_counts, None, 2000, target_loss=0.01)
-    train(model, tokenizer, rng, held_out, "slips", STEP_COUNTS, make_slips(), 400, target_loss=None)
+    train(model, tokenizer, rng, held_out, "slips", STEP_COUNTS, make_slips(), 400, None)
     save(model, tokenizer, HERE / "tiny-base")
     for samples in (4, 0):
         measure(model, tokenizer, splits["eval"], samples)

@@ -11,7 +11,7 @@ that cannot be avoided: hidden and weight read once per direction, their gradien
 """
 
 import argparse
-import resource
+import math
 import statistics
 import subprocess
 import sys
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -52,6 +52,11 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]
     return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
+@cache
+def compile_naive() -> Callable:
+    return torch.compile(naive)
+
+
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -68,7 +73,7 @@ def cases(device: str) -> list[Case]:
     """The naive head first: the others are measured against it."""
     found = [
         Case("naive", naive, recomputes=False),
-        Case("naive, compiled", torch.compile(naive), recomputes=False, compiled=True),
+        Case("naive, compiled", lambda *x: compile_naive()(*x), recomputes=False, compiled=True),
         Case("torch", partial(logprob_entropy, impl="torch")),
     ]
     if device == "cpu":
@@ -135,7 +140,7 @@ def ceilings(device: str) -> tuple[float, float]:
 
 
 def extra_memory(case: Case, size: tuple[int, int, int], device: str, backward: bool) -> float:
-    """Peak bytes beyond the inputs; on a CPU of a fresh process, as its peak cannot be reset."""
+    """Peak bytes beyond the inputs; on a CPU measured in a fresh process."""
     if device == "cpu":
         worker = [sys.executable, __file__, "--memory-of", case.name, "--sizes"]
         worker += [",".join(map(str, size)), *(["--backward"] if backward else [])]
@@ -148,14 +153,19 @@ def extra_memory(case: Case, size: tuple[int, int, int], device: str, backward: 
 
 
 def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool) -> None:
-    """What the worker process of `extra_memory` does."""
+    """What that process does. Linux only: there it can read and reset the peak of its memory."""
+
+    def status(key: str) -> int:
+        line = next(x for x in open("/proc/self/status") if x.startswith(key))
+        return 1024 * int(line.split()[1])
+
     case = next(c for c in cases("cpu") if c.name == name)
     step(case, inputs(8, size[1], 64, "cpu"), backward)  # libraries allocate on first use
     leaves = inputs(*size, "cpu")
-    unit = 1 if sys.platform == "darwin" else 1024
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
     step(case, leaves, backward)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
+    print(status("VmHWM") - before)
 
 
 def check(device: str) -> None:
@@ -183,15 +193,18 @@ def check(device: str) -> None:
             raise SystemExit("The head is wrong on this machine; timing it would be pointless.")
 
 
-def measure(size: tuple[int, int, int], device: str, rounds: int) -> list[tuple]:
+def measure(size: tuple[int, int, int], device: str, rounds: int, heads: list[str]) -> list[tuple]:
     """[(case, extra bytes, times)], the last two as (forward, forward and backward)."""
     rows = []
     for case in cases(device):
+        if heads and case.name not in heads:
+            continue
         try:
-            memory = [extra_memory(case, size, device, backward) for backward in (False, True)]
-            if case.compiled:
-                step(case, inputs(*size, device), False)
-                step(case, inputs(*size, device), True)
+            for backward in (False, True) if case.compiled else ():
+                step(case, inputs(*size, device), backward)  # compiling must not be measured
+            memory = [math.nan] * 2
+            if device == "cuda" or not case.compiled:
+                memory = [extra_memory(case, size, device, backward) for backward in (False, True)]
             rows.append((case, memory, ([], [])))
         except (
             Exception
@@ -206,7 +219,7 @@ def measure(size: tuple[int, int, int], device: str, rounds: int) -> list[tuple]
     return rows
 
 
-def report(size: tuple[int, int, int], device: str, rounds: int) -> None:
+def report(size: tuple[int, int, int], device: str, rounds: int, heads: list[str]) -> None:
     """Print one table for the forward and one for forward and backward."""
     M, D, V = size
     flops, bandwidth = ceilings(device)
@@ -214,7 +227,7 @@ def report(size: tuple[int, int, int], device: str, rounds: int) -> None:
         f"\nM {M}, D {D}, V {V}, {DTYPES[device]}; this machine: "
         f"{flops / 1e12:.3g} TFLOP/s in a matrix product, {bandwidth / 1e9:.3g} GB/s in a copy"
     )
-    rows = measure(size, device, rounds)
+    rows = measure(size, device, rounds, heads)
     for backward in (False, True):
         print(
             f"\n{'forward and backward' if backward else 'forward':32}"
@@ -253,6 +266,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=size, metavar="M,D,V")
     parser.add_argument("--recipe", help="recipe whose sizes to take")
     parser.add_argument("--rounds", type=int, default=5, help="times each head is timed")
+    parser.add_argument("--heads", nargs="+", help="names from the first column; default all")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -269,7 +283,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {name}")
     check(device)
     for each in sizes:
-        report(each, device, args.rounds)
+        report(each, device, args.rounds, args.heads)
 
 
 if __name__ == "__main__":

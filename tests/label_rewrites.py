@@ -58,8 +58,10 @@ def factored(roots, name="x"):
 def integer(rng):
     n = rng.choice((rng.randrange(2, 1000), rng.randrange(10**4, 10**9), -rng.randrange(2, 500)))
     k = rng.randrange(2, 9)
-    same = [f"{n}.0", f"{n}.", f"{n * k}/{k}", frac(n * k, k), f"x = {n}", f"{n + k} - {k}", f"f({k})={n}",
-            f"{n}\\text{{ {rng.choice(SCALES)}}}", f"\\mathbf{{{n}}}", f"\\left({n}\\right)", f"${n}$",
+    same = [f"{n}.0", f"{n}.", f"{n * k}/{k}", frac(n * k, k), f"x = {n}", f"{n + k} - {k}",
+            f"f({k})={n}",
+            f"{n}\\text{{ {rng.choice(SCALES)}}}", f"\\mathbf{{{n}}}", f"\\left({n}\\right)",
+            f"${n}$",
             f"{n * k}/{k} = {n}", f"a+b = {n}", f"{n}\\,", f"\\text{{{n}}}"]  # fmt: skip
     if n > 0:
         same += [f"0{n}", f"+{n}", f"\\sqrt{{{n * n}}}", f"|{-n}|", f"\\lfloor {n}.5 \\rfloor"]
@@ -67,11 +69,15 @@ def integer(rng):
         same += [f"−{-n}", f"-\\frac{{{-n * k}}}{{{k}}}"]
     if n > 9999:
         same += [grouped(n, mark) for mark in (",", "{,}", "\\,", ",\\!", "\\;")]
-    edits = [f"{n + 1}", f"{n - 1}", f"{-n}", f"{n}0", f"{n}.5", f"{n}, {n + 1}", f"{n} \\text{{ or }} {n + k}",
-             f"\\pm {n}", f"x \\ne {n}", f"[{n - 1}, {n + 1}]", f"{n - 1} = {n}", f"x = {n - 1} = {n}", f"{n}^2",
-             f"x^2 = {n}", f"{n}x", f"\\text{{not }} {n}", f"\\approx {n}", f"{n} \\text{{ to }} {n + k}",
+    edits = [f"{n + 1}", f"{n - 1}", f"{-n}", f"{n}0", f"{n}.5", f"{n}, {n + 1}",
+             f"{n} \\text{{ or }} {n + k}",
+             f"\\pm {n}", f"x \\ne {n}", f"[{n - 1}, {n + 1}]", f"{n - 1} = {n}",
+             f"x = {n - 1} = {n}", f"{n}^2",
+             f"x^2 = {n}", f"{n}x", f"\\text{{not }} {n}", f"\\approx {n}",
+             f"{n} \\text{{ to }} {n + k}",
              f"{n}i", f"{n} {k}", f"{n}\\ldots",
-             f"{n}+10^{{-40}}", f"{n}.0000001", f"\\frac{{{n}}}{{0}}", f"{n}_7", f"({n}, {n})"]  # fmt: skip
+             f"{n}+10^{{-40}}", f"{n}.0000001", f"\\frac{{{n}}}{{0}}", f"{n}_7",
+             f"({n}, {n})"]  # fmt: skip
     return rng.choice((f"{n}", f"${n}$", f"\\boxed{{{n}}}", f"{n}.")), same, edits
 
 
@@ -80,9 +86,12 @@ def fraction(rng):
     q = rng.choice((2, 4, 5, 7, 8, 9, 12, 13, 16, 25, 101))
     p = rng.choice([p for p in range(1, 60) if math.gcd(p, q) == 1]) * rng.choice((1, 1, -1))
     k, sign = rng.randrange(2, 9), "-" if p < 0 else ""
-    same = [frac(p, q), frac(p, q, "\\dfrac"), frac(p, q, "\\tfrac"), f"{p}/{q}", f"\\frac{{{p}}}{{{q}}}",
-            frac(p * k, q * k), f"{p} \\div {q}", f"\\frac{{{-p}}}{{{-q}}}", f"{p}\\cdot\\frac{{1}}{{{q}}}",
-            f"x={frac(p, q)}", f"{frac(p * k, q * k)} = {frac(p, q)}", f"{p}\\cdot {q}^{{-1}}", f"{{{p} \\over {q}}}"]  # fmt: skip
+    same = [frac(p, q), frac(p, q, "\\dfrac"), frac(p, q, "\\tfrac"), f"{p}/{q}",
+            f"\\frac{{{p}}}{{{q}}}",
+            frac(p * k, q * k), f"{p} \\div {q}", f"\\frac{{{-p}}}{{{-q}}}",
+            f"{p}\\cdot\\frac{{1}}{{{q}}}",
+            f"x={frac(p, q)}", f"{frac(p * k, q * k)} = {frac(p, q)}", f"{p}\\cdot {q}^{{-1}}",
+            f"{{{p} \\over {q}}}"]  # fmt: skip
     if abs(p) > q:
         whole, rest = divmod(abs(p), q)
         same += [f"{sign}{whole}\\frac{{{rest}}}{{{q}}}", f"{sign}{whole} {rest}/{q}"]
@@ -124,7 +133,8 @@ def decimal(rng):
     n = rng.randrange(1, 10**5) * 10 + rng.choice((1, 2, 3, 5, 7, 9))
     value = Fraction(n, 10**places)
     text = f"{n // 10**places}.{n % 10**places:0{places}d}"
-    same = [text + "0", frac(value.numerator, value.denominator), f"{n}/{10**places}", f"\\${text}", f"{n}e-{places}",
+    same = [text + "0", frac(value.numerator, value.denominator), f"{n}/{10**places}",
+            f"\\${text}", f"{n}e-{places}",
             f"{n} \\cdot 10^{{-{places}}}", f"x={text}", f"{text}\\text{{ cm}}"]  # fmt: skip
     edits = [
         f"-{text}",
@@ -142,8 +152,10 @@ def decimal(rng):
 def scientific(rng):
     m, e = rng.randrange(101, 999), rng.choice((-27, -11, -8, -4, 5, 9, 16, 23))
     text = f"{m / 100:.2f}"
-    same = [f"{text}\\times 10^{{{e}}}", f"{text} \\cdot 10^{{{e}}}", f"{m}e{e - 2}", f"{text}E{e}", f"{text} × 10^{{{e}}}",
-            f"{text}*10^{{{e}}}", f"\\frac{{{m}}}{{100}} 10^{{{e}}}", f"{text}\\times 10^{{{e}}} \\text{{ m}}"]  # fmt: skip
+    same = [f"{text}\\times 10^{{{e}}}", f"{text} \\cdot 10^{{{e}}}", f"{m}e{e - 2}",
+            f"{text}E{e}", f"{text} × 10^{{{e}}}",
+            f"{text}*10^{{{e}}}", f"\\frac{{{m}}}{{100}} 10^{{{e}}}",
+            f"{text}\\times 10^{{{e}}} \\text{{ m}}"]  # fmt: skip
     same += [f"{m * 10 ** (e - 2)}"] if e > 2 else [f"0.{'0' * (-e - 1)}{m}"]
     edits = [
         f"{text}\\times 10^{{{e + 1}}}",
@@ -161,15 +173,20 @@ def radical(rng):
     c = rng.choice((2, 3, 5, 6, 7, 10, 11, 13))
     a, b, d = rng.randrange(-9, 10) or 4, rng.randrange(2, 8), rng.randrange(2, 6)
     top = f"{a}+{b}\\sqrt{{{c}}}"
-    same = [f"\\frac{{{b}\\sqrt{{{c}}}+{a}}}{{{d}}}".replace("+-", "-"), f"({top})/{d}", f"({a}+\\sqrt{{{b * b * c}}})/{d}",
-            f"\\frac{{{a}}}{{{d}}}+\\frac{{{b}\\sqrt{{{c}}}}}{{{d}}}", f"\\frac{{{a}+{b}\\cdot {c}^{{1/2}}}}{{{d}}}",
+    same = [f"\\frac{{{b}\\sqrt{{{c}}}+{a}}}{{{d}}}".replace("+-", "-"), f"({top})/{d}",
+            f"({a}+\\sqrt{{{b * b * c}}})/{d}",
+            f"\\frac{{{a}}}{{{d}}}+\\frac{{{b}\\sqrt{{{c}}}}}{{{d}}}",
+            f"\\frac{{{a}+{b}\\cdot {c}^{{1/2}}}}{{{d}}}",
             f"({a}+{b}√{c})/{d}", f"({a}+{b}sqrt({c}))/{d}", f"x=\\frac{{{top}}}{{{d}}}",
             f"\\frac{{{b * c}}}{{{d}\\sqrt{{{c}}}}}+\\frac{{{a}}}{{{d}}}",
             f"\\frac{{{a * a - b * b * c}}}{{{d}({a}-{b}\\sqrt{{{c}}})}}"]  # fmt: skip
     value = (a + b * math.sqrt(c)) / d
-    edits = [f"\\frac{{{a}-{b}\\sqrt{{{c}}}}}{{{d}}}", f"\\frac{{{a}+{c}\\sqrt{{{b}}}}}{{{d}}}" if b != c else "0",
-             f"\\frac{{{a}+{b}\\sqrt[3]{{{c}}}}}{{{d}}}", f"{a}+{b}\\sqrt{{{c}}}", f"{value:.4f}", f"{value:.12f}",
-             f"\\frac{{{a}\\pm {b}\\sqrt{{{c}}}}}{{{d}}}", f"\\frac{{{a}+{b}\\sqrt{{{c + 1}}}}}{{{d}}}",
+    edits = [f"\\frac{{{a}-{b}\\sqrt{{{c}}}}}{{{d}}}",
+             f"\\frac{{{a}+{c}\\sqrt{{{b}}}}}{{{d}}}" if b != c else "0",
+             f"\\frac{{{a}+{b}\\sqrt[3]{{{c}}}}}{{{d}}}", f"{a}+{b}\\sqrt{{{c}}}", f"{value:.4f}",
+             f"{value:.12f}",
+             f"\\frac{{{a}\\pm {b}\\sqrt{{{c}}}}}{{{d}}}",
+             f"\\frac{{{a}+{b}\\sqrt{{{c + 1}}}}}{{{d}}}",
              f"\\frac{{{top}}}{{{d}}}+10^{{-25}}", f"\\frac{{{top}}}{{{d}}}i"]  # fmt: skip
     return f"\\frac{{{top}}}{{{d}}}", same, edits
 
@@ -180,23 +197,31 @@ def with_pi(rng):
     a = rng.randrange(0, 9)
     head = f"{a}+" if a else ""
     coefficient = frac(p, q) if q > 1 else str(p)
-    same = [f"{head}\\frac{{{p}\\pi}}{{{q}}}", f"{head}{p}\\pi/{q}", f"{coefficient}π+{a}", f"{head}{p}π/{q}",
-            f"{head}\\frac{{\\pi}}{{{q}}}\\cdot {p}", f"{head}\\frac{{{p * 2}}}{{{q * 2}}}\\pi", f"r={head}{coefficient}\\pi",
+    same = [f"{head}\\frac{{{p}\\pi}}{{{q}}}", f"{head}{p}\\pi/{q}", f"{coefficient}π+{a}",
+            f"{head}{p}π/{q}",
+            f"{head}\\frac{{\\pi}}{{{q}}}\\cdot {p}", f"{head}\\frac{{{p * 2}}}{{{q * 2}}}\\pi",
+            f"r={head}{coefficient}\\pi",
             f"{head}{p}\\arccos(-1)/{q}", f"{head}{p * 2}\\arcsin(1)/{q}"]  # fmt: skip
     value = a + p * math.pi / q
-    edits = [f"{head}{coefficient}", f"{head}-{coefficient}\\pi", f"{value:.2f}", f"{value:.14f}", f"{head}\\frac{{{p * 22}}}{{{q * 7}}}",
-             f"{head}{frac(p + 1, q)}\\pi", f"{head}{coefficient}\\pi^2", f"{head}{coefficient}\\pi x", f"{a + 1}+{coefficient}\\pi"]  # fmt: skip
+    edits = [f"{head}{coefficient}", f"{head}-{coefficient}\\pi", f"{value:.2f}", f"{value:.14f}",
+             f"{head}\\frac{{{p * 22}}}{{{q * 7}}}",
+             f"{head}{frac(p + 1, q)}\\pi", f"{head}{coefficient}\\pi^2",
+             f"{head}{coefficient}\\pi x", f"{a + 1}+{coefficient}\\pi"]  # fmt: skip
     return f"{head}{coefficient}\\pi", same, edits
 
 
 @recipe
 def big(rng):
     base, n, f = rng.choice((2, 3, 5, 6)), rng.randrange(40, 400), rng.randrange(10, 60)
-    same = [f"{base}^{{{n - 3}}} \\cdot {base**3} \\cdot {f}!", f"{f}\\cdot {f - 1}! \\cdot {base}^{{{n}}}",
-            f"{base * base}^{{{n // 2}}} \\cdot {base ** (n % 2)} \\times {f}!", f"\\frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}}",
+    same = [f"{base}^{{{n - 3}}} \\cdot {base**3} \\cdot {f}!",
+            f"{f}\\cdot {f - 1}! \\cdot {base}^{{{n}}}",
+            f"{base * base}^{{{n // 2}}} \\cdot {base ** (n % 2)} \\times {f}!",
+            f"\\frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}}",
             f"{base}^{{{n}}}\\cdot {math.factorial(f)}"]  # fmt: skip
-    edits = [f"{base}^{{{n - 1}}} \\cdot {f}!", f"{base}^{{{n}}} \\cdot {f + 1}!", f"{base}^{{{n}}} \\cdot {f}! + 1",
-             f"{base}^{{{n}}}", f"{f}!", f"\\frac{{{f}!}}{{{base}^{{{n}}}}}", f"-{base}^{{{n}}} \\cdot {f}!"]  # fmt: skip
+    edits = [f"{base}^{{{n - 1}}} \\cdot {f}!", f"{base}^{{{n}}} \\cdot {f + 1}!",
+             f"{base}^{{{n}}} \\cdot {f}! + 1",
+             f"{base}^{{{n}}}", f"{f}!", f"\\frac{{{f}!}}{{{base}^{{{n}}}}}",
+             f"-{base}^{{{n}}} \\cdot {f}!"]  # fmt: skip
     return f"{base}^{{{n}}} \\cdot {f}!", same, edits
 
 
@@ -213,9 +238,12 @@ def quantity(rng):
         "hours": "hrs",
     }[unit]
     word = {"": "", "^2": "square ", "^{3}": "cubic "}[power]
-    same = [f"{n}", f"{n}\\text{{ {unit}}}{power}", f"{n}\\,\\mathrm{{{unit}}}{power}", f"{n}\\mbox{{ {long}}}{power}",
-            f"{n}.0 \\text{{ {word}{long}}}", f"x = {n} \\text{{ {unit}}}{power}", f"{n * 3}/3\\ \\text{{{unit}}}{power}"]  # fmt: skip
-    edits = [f"{n}\\text{{ {other}}}{power}", f"{n + 1}\\text{{ {unit}}}{power}", f"{n + 1}", f"-{n}", f"{n}\\text{{ {unit}}}^4",
+    same = [f"{n}", f"{n}\\text{{ {unit}}}{power}", f"{n}\\,\\mathrm{{{unit}}}{power}",
+            f"{n}\\mbox{{ {long}}}{power}",
+            f"{n}.0 \\text{{ {word}{long}}}", f"x = {n} \\text{{ {unit}}}{power}",
+            f"{n * 3}/3\\ \\text{{{unit}}}{power}"]  # fmt: skip
+    edits = [f"{n}\\text{{ {other}}}{power}", f"{n + 1}\\text{{ {unit}}}{power}", f"{n + 1}",
+             f"-{n}", f"{n}\\text{{ {unit}}}^4",
              f"{n} \\%", f"{n}^\\circ", f"{n} x"]  # fmt: skip
     return f"{n}\\text{{ {unit}}}{power}", same, edits
 
@@ -225,10 +253,14 @@ def angle_percent_money(rng):
     n = rng.randrange(3, 178)
     cents = f"{n}.{rng.randrange(10, 99)}"
     label, same, edits = rng.choice((
-        (f"{n}^\\circ", [f"{n}", f"{n}^{{\\circ}}", f"{n}°", f"{n}\\text{{ degrees}}", f"{n * 2}/2^\\circ", f"\\angle A = {n}^\\circ"],
-         [f"{n + 1}^\\circ", f"{180 - n}^\\circ" if n != 90 else "91", f"\\frac{{{n}\\pi}}{{180}}", f"{n}\\text{{ cm}}", f"-{n}^\\circ"]),
-        (f"{n}\\%", [f"{n}%", f"{n} \\%", frac(n, 100), f"{n / 100:.2f}", f"{n}.0\\%", f"{n}\\text{{ percent}}"],
-         [f"{n + 1}\\%", f"{n}0\\%", f"{n / 1000:.3f}", f"{n}\\text{{ cm}}", f"-{n}\\%", f"{n / 10:.1f}\\%"]),
+        (f"{n}^\\circ", [f"{n}", f"{n}^{{\\circ}}", f"{n}°", f"{n}\\text{{ degrees}}",
+                         f"{n * 2}/2^\\circ", f"\\angle A = {n}^\\circ"],
+         [f"{n + 1}^\\circ", f"{180 - n}^\\circ" if n != 90 else "91", f"\\frac{{{n}\\pi}}{{180}}",
+          f"{n}\\text{{ cm}}", f"-{n}^\\circ"]),
+        (f"{n}\\%", [f"{n}%", f"{n} \\%", frac(n, 100), f"{n / 100:.2f}", f"{n}.0\\%",
+                     f"{n}\\text{{ percent}}"],
+         [f"{n + 1}\\%", f"{n}0\\%", f"{n / 1000:.3f}", f"{n}\\text{{ cm}}", f"-{n}\\%",
+          f"{n / 10:.1f}\\%"]),
         (f"\\${cents}", [cents, f"\\${cents}0", f"{cents}\\text{{ dollars}}", f"$\\${cents}$"],
          [f"\\${cents}1", f"{cents}\\text{{ cents}}", f"\\${n}", f"-\\${cents}", f"€{cents}"]),
     ))  # fmt: skip
@@ -240,12 +272,17 @@ def tuples(rng):
     values = rng.sample(range(-30, 300), rng.randrange(2, 5))
     text = [str(v) for v in values]
     swapped = [text[1], text[0], *text[2:]]
-    same = [f"({', '.join(text)})", f"\\left({','.join(text)}\\right)", f"({','.join(t + '.0' for t in text)})",
+    same = [f"({', '.join(text)})", f"\\left({','.join(text)}\\right)",
+            f"({','.join(t + '.0' for t in text)})",
             f"(a,b)=({','.join(text)})" if len(text) == 2 else f"({'; '.join(text)})",
-            f"({','.join(frac(2 * v, 2) for v in values)})", "\\big(" + ",\\ ".join(text) + "\\big)"]  # fmt: skip
-    edits = [f"({','.join(swapped)})", f"({','.join(text[:-1])})", f"({','.join(text)},0)", f"[{','.join(text)}]",
-             f"({','.join(text)}]", "\\{" + ",".join(text) + "\\}", f"({','.join([str(values[0] + 1), *text[1:]])})",
-             "".join(text).replace("-", ""), f"({','.join(text)}),({','.join(text)})", text[0]]  # fmt: skip
+            f"({','.join(frac(2 * v, 2) for v in values)})",
+            "\\big(" + ",\\ ".join(text) + "\\big)"]  # fmt: skip
+    edits = [f"({','.join(swapped)})", f"({','.join(text[:-1])})", f"({','.join(text)},0)",
+             f"[{','.join(text)}]",
+             f"({','.join(text)}]", "\\{" + ",".join(text) + "\\}",
+             f"({','.join([str(values[0] + 1), *text[1:]])})",
+             "".join(text).replace("-", ""), f"({','.join(text)}),({','.join(text)})",
+             text[0]]  # fmt: skip
     return f"({','.join(text)})", same, edits
 
 
@@ -253,9 +290,13 @@ def tuples(rng):
 def lists(rng):
     values = rng.sample(range(-20, 60), rng.randrange(2, 6))
     mixed, text = rng.sample(values, len(values)), [str(v) for v in values]
-    same = [", ".join(map(str, mixed)), "\\{" + ",".join(map(str, mixed)) + "\\}", ",".join(f"{v}.0" for v in mixed),
-            " \\text{ or } ".join(f"x={v}" for v in mixed), " \\text{ and } ".join(map(str, mixed)), "$" + "$,$".join(text) + "$",
-            f"x = {', '.join(text)}", ", ".join(f"x_{{{k}}}={v}" for k, v in enumerate(mixed)), "; ".join(text)]  # fmt: skip
+    same = [", ".join(map(str, mixed)), "\\{" + ",".join(map(str, mixed)) + "\\}",
+            ",".join(f"{v}.0" for v in mixed),
+            " \\text{ or } ".join(f"x={v}" for v in mixed), " \\text{ and } ".join(map(str,
+                                                                                       mixed)),
+                                                                                       "$" + "$,$".join(text) + "$",
+            f"x = {', '.join(text)}", ", ".join(f"x_{{{k}}}={v}" for k, v in enumerate(mixed)),
+            "; ".join(text)]  # fmt: skip
     changed = [str(values[0] + 1), *text[1:]]
     changed = changed if values[0] + 1 not in values else [str(values[0] + 100), *text[1:]]
     edits = [
@@ -283,8 +324,10 @@ def tuple_lists(rng):
         " \\text{ and } ".join(mixed),
     ]
     (a, b), *_ = pairs
-    edits = [",".join(mixed[1:]), ",".join([f"({b},{a})", *text[1:]]) if (b, a) not in pairs else text[0],
-             ",".join([*text, "(9,9)"]), ",".join([f"({a},{b + 20})", *text[1:]]), ",".join([f"[{a},{b}]", *text[1:]])]  # fmt: skip
+    edits = [",".join(mixed[1:]), ",".join([f"({b},{a})", *text[1:]]) if (b,
+                                                                          a) not in pairs else text[0],
+             ",".join([*text, "(9,9)"]), ",".join([f"({a},{b + 20})", *text[1:]]),
+             ",".join([f"[{a},{b}]", *text[1:]])]  # fmt: skip
     return ",".join(text), same, edits
 
 
@@ -292,9 +335,12 @@ def tuple_lists(rng):
 def plus_minus(rng):
     a, c = rng.randrange(1, 9), rng.choice((2, 3, 5, 19))
     high, low = f"{a}+\\sqrt{{{c}}}", f"{a}-\\sqrt{{{c}}}"
-    same = [f"{a} \\pm \\sqrt{{{c}}}", f"{low}, {high}", f"\\{{{high},{low}\\}}", f"{a}±√{c}", f"x={a}\\mp\\sqrt{c}",
-            f"\\frac{{{2 * a}\\pm 2\\sqrt{{{c}}}}}{{2}}", f"x={low} \\text{{ or }} x={high}"]  # fmt: skip
-    edits = [high, low, f"{a}\\pm\\sqrt{{{c + 1}}}", f"{high},{high}", f"{high},{low},{a}", f"-{a}\\pm\\sqrt{{{c}}}",
+    same = [f"{a} \\pm \\sqrt{{{c}}}", f"{low}, {high}", f"\\{{{high},{low}\\}}", f"{a}±√{c}",
+            f"x={a}\\mp\\sqrt{c}",
+            f"\\frac{{{2 * a}\\pm 2\\sqrt{{{c}}}}}{{2}}",
+            f"x={low} \\text{{ or }} x={high}"]  # fmt: skip
+    edits = [high, low, f"{a}\\pm\\sqrt{{{c + 1}}}", f"{high},{high}", f"{high},{low},{a}",
+             f"-{a}\\pm\\sqrt{{{c}}}",
              f"\\pm({high})", f"({low},{high})"]  # fmt: skip
     return rng.choice((f"{a} \\pm \\sqrt{{{c}}}", f"{high},{low}")), same, edits[:-1]
 
@@ -306,10 +352,14 @@ def interval(rng):
     left, right = rng.choice("(["), rng.choice(")]")
     ops = ("<" if left == "(" else "\\le", "<" if right == ")" else "\\leq")
     flip = {"(": "[", "[": "(", ")": "]", "]": ")"}
-    same = [f"{left}{a}, {b}{right}", f"\\left{left}{a},{b}\\right{right}", f"x \\in {left}{a},{b}{right}",
-            f"{a} {ops[0]} x {ops[1]} {b}", f"{left}{a}.0,\\frac{{{2 * b}}}{{2}}{right}"]  # fmt: skip
-    edits = [f"{flip[left]}{a},{b}{right}", f"{left}{a},{b}{flip[right]}", f"{left}{a},{b + 1}{right}", f"{left}{a - 1},{b}{right}",
-             f"{left}{a},\\infty)", f"{a}", f"\\{{{a},{b}\\}}", f"x {ops[1]} {b}", f"{left}{b},{a}{right}",
+    same = [f"{left}{a}, {b}{right}", f"\\left{left}{a},{b}\\right{right}",
+            f"x \\in {left}{a},{b}{right}",
+            f"{a} {ops[0]} x {ops[1]} {b}",
+            f"{left}{a}.0,\\frac{{{2 * b}}}{{2}}{right}"]  # fmt: skip
+    edits = [f"{flip[left]}{a},{b}{right}", f"{left}{a},{b}{flip[right]}",
+             f"{left}{a},{b + 1}{right}", f"{left}{a - 1},{b}{right}",
+             f"{left}{a},\\infty)", f"{a}", f"\\{{{a},{b}\\}}", f"x {ops[1]} {b}",
+             f"{left}{b},{a}{right}",
              f"{left}{a},{b}{right} \\cup [{b + 2},{b + 3}]"]  # fmt: skip
     return f"{left}{a},{b}{right}", same, edits
 
@@ -319,15 +369,21 @@ def rays(rng):
     a = rng.randrange(-20, 20)
     b = a + rng.randrange(1, 30)
     cases = (
-        (f"[{a},\\infty)", [f"x \\ge {a}", f"x >= {a}", f"{a} \\le x", f"[{a}, ∞)", f"[{a},+\\infty)", f"x≥{a}", f"[{a},oo)"],
+        (f"[{a},\\infty)", [f"x \\ge {a}", f"x >= {a}", f"{a} \\le x", f"[{a}, ∞)",
+                            f"[{a},+\\infty)", f"x≥{a}", f"[{a},oo)"],
          [f"x > {a}", f"x \\le {a}", f"({a},\\infty)", f"[{a + 1},\\infty)", f"{a}", f"[{a},{b}]"]),
         (f"(-\\infty,{a})\\cup({b},\\infty)",
-         [f"({b},\\infty)\\cup(-\\infty,{a})", f"x<{a} \\text{{ or }} x>{b}", f"(-∞,{a})∪({b},∞)", f"\\mathbb{{R}}\\setminus[{a},{b}]"],
-         [f"(-\\infty,{a}]\\cup({b},\\infty)", f"({a},{b})", f"(-\\infty,{a})", f"(-\\infty,{b})\\cup({a},\\infty)",
+         [f"({b},\\infty)\\cup(-\\infty,{a})", f"x<{a} \\text{{ or }} x>{b}", f"(-∞,{a})∪({b},∞)",
+          f"\\mathbb{{R}}\\setminus[{a},{b}]"],
+         [f"(-\\infty,{a}]\\cup({b},\\infty)", f"({a},{b})", f"(-\\infty,{a})",
+          f"(-\\infty,{b})\\cup({a},\\infty)",
           f"(-\\infty,{a})\\cup({b + 1},\\infty)", f"(-\\infty,{a})\\cup[{b},\\infty)"]),
-        (f"(-\\infty,{a})\\cup({a},\\infty)", [f"x \\ne {a}", f"\\mathbb{{R}} \\setminus \\{{{a}\\}}", f"x<{a} \\text{{ or }} x>{a}"],
+        (f"(-\\infty,{a})\\cup({a},\\infty)", [f"x \\ne {a}",
+                                               f"\\mathbb{{R}} \\setminus \\{{{a}\\}}",
+                                               f"x<{a} \\text{{ or }} x>{a}"],
          [f"\\mathbb{{R}}", f"x \\ne {a + 1}", f"(-\\infty,\\infty)", f"x={a}"]),
-        (f"k \\geqslant {a}", [f"k \\ge {a}", f"[{a},\\infty)", f"{a} \\leqslant k"], [f"n \\ge {a}", f"k > {a}", f"k \\le {a}", f"{a}"]),
+        (f"k \\geqslant {a}", [f"k \\ge {a}", f"[{a},\\infty)", f"{a} \\leqslant k"],
+         [f"n \\ge {a}", f"k > {a}", f"k \\le {a}", f"{a}"]),
     )  # fmt: skip
     return rng.choice(cases)
 
@@ -337,32 +393,50 @@ def polynomial(rng):
     roots, name = rng.sample(range(-7, 8), rng.choice((2, 3))), rng.choice("xtnk")
     c = expanded(roots)
     ascending = "+".join(f"({v}){name}^{{{k}}}" for k, v in enumerate(c))
-    same = [poly(c, name), factored(roots, name), ascending, factored(roots[::-1], name), f"f({name}) = {poly(c, name)}",
-            f"y={factored(roots, name)}", f"\\frac{{2{factored(roots, name)}}}{{2}}", poly(c, name).replace(" ", "")]  # fmt: skip
+    same = [poly(c, name), factored(roots, name), ascending, factored(roots[::-1], name),
+            f"f({name}) = {poly(c, name)}",
+            f"y={factored(roots, name)}", f"\\frac{{2{factored(roots, name)}}}{{2}}", poly(c,
+                                                                                           name).replace(" ", "")]  # fmt: skip
     bumped = [c[0] + 1, *c[1:]]
-    edits = [poly(bumped, name), poly([-v for v in c], name), poly(c, "y"), factored([roots[0] + 1, *roots[1:]], name),
-             f"{factored(roots, name)}{name}", poly([2 * v for v in c], name), f"{poly(c, name)} + 10^{{-30}}"]  # fmt: skip
+    edits = [poly(bumped, name), poly([-v for v in c], name), poly(c, "y"), factored([roots[0] + 1,
+                                                                                      *roots[1:]],
+                                                                                      name),
+             f"{factored(roots, name)}{name}", poly([2 * v for v in c], name),
+             f"{poly(c, name)} + 10^{{-30}}"]  # fmt: skip
     return rng.choice((poly(c, name), factored(roots, name), f"${poly(c, name)}$")), same, edits
 
 
 @recipe
 def closed_form(rng):
     return rng.choice((
-        ("\\frac{n(n+1)}{2}", ["\\frac{n^2+n}{2}", "n(n+1)/2", "\\binom{n+1}{2}", "\\frac12 n(n+1)", "0.5n^2+\\frac n2", "(n+1)n/2"],
-         ["\\frac{n(n-1)}{2}", "n(n+1)", "\\frac{m(m+1)}{2}", "\\frac{n^2+1}{2}", "\\binom{n}{2}", "\\frac{n(n+1)}{3}"]),
+        ("\\frac{n(n+1)}{2}", ["\\frac{n^2+n}{2}", "n(n+1)/2", "\\binom{n+1}{2}",
+                               "\\frac12 n(n+1)", "0.5n^2+\\frac n2", "(n+1)n/2"],
+         ["\\frac{n(n-1)}{2}", "n(n+1)", "\\frac{m(m+1)}{2}", "\\frac{n^2+1}{2}", "\\binom{n}{2}",
+          "\\frac{n(n+1)}{3}"]),
         ("\\binom{2n}{n}", ["\\frac{(2n)!}{n!^2}", "\\dbinom{2n}{n}", "\\frac{(2n)!}{n! n!}"],
          ["\\binom{2n}{n+1}", "\\binom{n}{2}", "\\frac{(2n)!}{n!}", "2^n"]),
-        ("2^{n}-n-1", ["2^n-(n+1)", "-1-n+2^{n}", "2\\cdot 2^{n-1}-n-1"], ["2^n-n+1", "2^{n+1}-n-1", "2^n", "n^2-n-1"]),
-        ("m n-\\lfloor m / 2\\rfloor", ["nm - \\left\\lfloor \\frac{m}{2} \\right\\rfloor", "mn-⌊m/2⌋"],
+        ("2^{n}-n-1", ["2^n-(n+1)", "-1-n+2^{n}", "2\\cdot 2^{n-1}-n-1"], ["2^n-n+1",
+                                                                           "2^{n+1}-n-1", "2^n",
+                                                                           "n^2-n-1"]),
+        ("m n-\\lfloor m / 2\\rfloor", ["nm - \\left\\lfloor \\frac{m}{2} \\right\\rfloor",
+                                        "mn-⌊m/2⌋"],
          ["mn-\\lceil m/2\\rceil", "mn-m/2", "mn", "mn-\\lfloor n/2\\rfloor"]),
-        ("\\frac{1}{2a}(e^{at}-e^{-at})", ["\\frac{\\sinh(at)}{a}", "\\frac{e^{a t}-e^{-a t}}{2 a}", "\\frac{1}{2a}(\\exp(at)-\\exp(-at))"],
-         ["\\frac{1}{2a}(e^{at}+e^{-at})", "\\frac{\\cosh(at)}{a}", "\\frac{1}{2}(e^{at}-e^{-at})"]),
-        ("C_{1} \\cos (2 t)+C_{2} \\sin (2 t)", ["C_2\\sin 2t + C_1\\cos 2t", "C_1\\cos(2t)+C_2\\sin(2t)"],
-         ["C_1\\cos 2t + C_1 \\sin 2t", "C_{2} \\cos (2 t)+C_{1} \\sin (2 t)", "\\cos 2t+\\sin 2t", "C_{1} \\cos (t)+C_{2} \\sin (2 t)"]),
-        ("\\sqrt{2} \\cos (2 t-\\pi / 4)", ["\\cos(2t)+\\sin(2t)", "\\sqrt2\\cos(2t-\\frac{\\pi}{4})"],
+        ("\\frac{1}{2a}(e^{at}-e^{-at})", ["\\frac{\\sinh(at)}{a}",
+                                           "\\frac{e^{a t}-e^{-a t}}{2 a}",
+                                           "\\frac{1}{2a}(\\exp(at)-\\exp(-at))"],
+         ["\\frac{1}{2a}(e^{at}+e^{-at})", "\\frac{\\cosh(at)}{a}",
+          "\\frac{1}{2}(e^{at}-e^{-at})"]),
+        ("C_{1} \\cos (2 t)+C_{2} \\sin (2 t)", ["C_2\\sin 2t + C_1\\cos 2t",
+                                                 "C_1\\cos(2t)+C_2\\sin(2t)"],
+         ["C_1\\cos 2t + C_1 \\sin 2t", "C_{2} \\cos (2 t)+C_{1} \\sin (2 t)", "\\cos 2t+\\sin 2t",
+          "C_{1} \\cos (t)+C_{2} \\sin (2 t)"]),
+        ("\\sqrt{2} \\cos (2 t-\\pi / 4)", ["\\cos(2t)+\\sin(2t)",
+                                            "\\sqrt2\\cos(2t-\\frac{\\pi}{4})"],
          ["\\sqrt{2} \\cos (2 t+\\pi / 4)", "\\cos(2t)-\\sin(2t)", "2\\cos(2t-\\pi/4)"]),
-        ("\\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", ["\\frac{a\\sqrt[3]{M}}{b+G M^{2/3}}"], ["\\frac{a M^{1/3}}{G M^{2/3}-b}", "\\frac{a M}{GM+b}"]),
-        ("\\frac{\\log 2}{\\log 2-\\log 3}", ["\\frac{\\ln 2}{\\ln 2-\\ln 3}", "\\frac{\\ln 2}{\\ln(2/3)}", "\\log_{2/3} 2"],
+        ("\\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", ["\\frac{a\\sqrt[3]{M}}{b+G M^{2/3}}"],
+         ["\\frac{a M^{1/3}}{G M^{2/3}-b}", "\\frac{a M}{GM+b}"]),
+        ("\\frac{\\log 2}{\\log 2-\\log 3}", ["\\frac{\\ln 2}{\\ln 2-\\ln 3}",
+                                              "\\frac{\\ln 2}{\\ln(2/3)}", "\\log_{2/3} 2"],
          ["\\frac{\\log 3}{\\log 2-\\log 3}", "-1.7095", "\\frac{\\ln 2}{\\ln 3-\\ln 2}"]),
     ))  # fmt: skip
 
@@ -409,7 +483,8 @@ def equation(rng):
         f"{b}y-{a}x = {c}",
         f"y=\\frac{{{a}x+{c}}}{{{b}}}",
     ]
-    edits = [f"{a}x - {b}y - {c} = 0", f"{a}x + {b}y + {c} = 0", f"{a}x-{b}y+{c}", f"{a}x - {b}y + {c} = 1", "0=0", f"{a + 1}x - {b}y + {c} = 0",
+    edits = [f"{a}x - {b}y - {c} = 0", f"{a}x + {b}y + {c} = 0", f"{a}x-{b}y+{c}",
+             f"{a}x - {b}y + {c} = 1", "0=0", f"{a + 1}x - {b}y + {c} = 0",
              f"{a}x - {b}z + {c} = 0", f"{a}x - {b}y + {c} \\ge 0"]  # fmt: skip
     return f"{a}x - {b}y + {c} = 0", same, edits
 
@@ -430,7 +505,8 @@ def matrix(rng):
     flipped = [list(row) for row in zip(*rows, strict=True)]
     bumped = [[rows[0][0] + 1, rows[0][1]], rows[1]]
     doubled = [[2 * x for x in row] for row in rows]
-    same = [show(rows, "bmatrix"), show(rows).replace(" ", ""), f"\\frac{{1}}{{2}}{show(doubled)}", f"A = {show(rows)}",
+    same = [show(rows, "bmatrix"), show(rows).replace(" ", ""), f"\\frac{{1}}{{2}}{show(doubled)}",
+            f"A = {show(rows)}",
             show([[frac(2 * x, 2) for x in row] for row in rows])]  # fmt: skip
     edits = [
         show(flipped),
@@ -449,9 +525,12 @@ def complex_number(rng):
     square = f"{a * a - b * b}{2 * a * b:+d}i"
     if rng.random() < 0.5:
         return square, [f"({a}+{b}i)^2", f"{2 * a * b}i+{a * a - b * b}", f"-({b}-{a}i)^2"], [
-            f"({a}-{b}i)^2", f"{a * a - b * b}", f"{2 * a * b}i", f"({a}+{b}i)^3", f"{a * a + b * b}+{2 * a * b}i"]  # fmt: skip
-    return f"{a}-{b}i", [f"-{b}i+{a}", f"{a}-{b}\\mathrm{{i}}", f"z={a}-{b}i", f"\\frac{{{2 * a}-{2 * b}i}}{{2}}"], [
-        f"{a}+{b}i", f"-{a}-{b}i", f"{b}-{a}i" if a != b else "0", f"{a}-{b}", f"({a},-{b})", f"{a}-{b}x"]  # fmt: skip
+            f"({a}-{b}i)^2", f"{a * a - b * b}", f"{2 * a * b}i", f"({a}+{b}i)^3",
+            f"{a * a + b * b}+{2 * a * b}i"]  # fmt: skip
+    return f"{a}-{b}i", [f"-{b}i+{a}", f"{a}-{b}\\mathrm{{i}}", f"z={a}-{b}i",
+                         f"\\frac{{{2 * a}-{2 * b}i}}{{2}}"], [
+        f"{a}+{b}i", f"-{a}-{b}i", f"{b}-{a}i" if a != b else "0", f"{a}-{b}", f"({a},-{b})",
+        f"{a}-{b}x"]  # fmt: skip
 
 
 @recipe
@@ -480,10 +559,14 @@ def words(rng):
     word, other = rng.sample(("west", "even", "ellipse", "Evelyn", "monday", "increasing"), 2)
     letter, next_letter = rng.sample("ABCDE", 2)
     return rng.choice((
-        (f"\\text{{{word}}}", [word, f"\\text{{{word.upper()}}}", f"\\textbf{{{word}}}", f"\\mathrm{{{word}}}", f" {word}. "],
-         [other, f"\\text{{{other}}}", f"\\text{{not {word}}}", f"\\text{{{word} or {other}}}", word[::-1], word[:-1]]),
-        (f"\\text{{({letter})}}", [letter, f"({letter})", f"\\textbf{{{letter}}}", f"\\text{{({letter.lower()})}}", f"\\mathrm{{({letter})}}"],
-         [next_letter, f"({next_letter})", f"{letter}, {next_letter}", f"{letter} \\text{{ or }} {next_letter}", f"{letter}{next_letter}"]),
+        (f"\\text{{{word}}}", [word, f"\\text{{{word.upper()}}}", f"\\textbf{{{word}}}",
+                               f"\\mathrm{{{word}}}", f" {word}. "],
+         [other, f"\\text{{{other}}}", f"\\text{{not {word}}}", f"\\text{{{word} or {other}}}",
+          word[::-1], word[:-1]]),
+        (f"\\text{{({letter})}}", [letter, f"({letter})", f"\\textbf{{{letter}}}",
+                                   f"\\text{{({letter.lower()})}}", f"\\mathrm{{({letter})}}"],
+         [next_letter, f"({next_letter})", f"{letter}, {next_letter}",
+          f"{letter} \\text{{ or }} {next_letter}", f"{letter}{next_letter}"]),
     ))  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_s1_ranks_change_no_loss_gradient_or_weight(folders, nproc):
     """15 responses on 2 and 3 processes with unequal work, a critic-only step and a policy step."""
     for one, many in zip(*(read(folders[n], "metrics.jsonl") for n in (1, nproc)), strict=True):
         for name, value in one.items():
-            if isinstance(value, float) and not name.startswith("perf/"):
+            if isinstance(value, float) and "perf/" not in name and "mismatch" not in name:
                 assert many[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (one["step"], name)
     for part in ("policy", "critic"):
         a, b = (load_file(folders[n] / "checkpoints/step_000002" / part / "model.safetensors") for n in (1, nproc))

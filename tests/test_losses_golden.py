@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels
 import losses
+import rollout
 
 VECTORS = {
     v["name"]: v
@@ -649,6 +651,41 @@ def test_rollout_log_probs_as_old_with_icepop_as_a_mask(name):
     (grad,) = torch.autograd.grad(loss, new)
     kept_documents = documents[: x["n_docs"]]
     close(ragged(grad, kept_documents), want["grad"][0][: sum(kept_documents)], tolerance)
+
+
+# --- the head and the filter, which live in other files ------------------------------------------
+
+
+@family("logprob_entropy/temp")
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_log_probs_are_taken_at_the_sampling_temperature(name, impl):
+    x, want, tolerance = load(name)
+    logits = torch.tensor(x["logits"]).requires_grad_()
+    head = torch.eye(logits.shape[1])  # hidden states are the logits
+    logprobs, entropy = kernels.logprob_entropy(
+        logits, head, torch.tensor(x["tokens"]), temperature=x["temperature"], impl=impl
+    )
+    close(logprobs.detach(), want["log_probs"], tolerance)
+    close(entropy.detach(), want["entropy"], tolerance)
+    upstream = torch.tensor(x["upstream_grad"])
+    (grad,) = torch.autograd.grad(logprobs, logits, upstream)
+    close(grad, want["grad_logits"], tolerance)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_entropy_has_its_own_gradient(impl):
+    x, want, tolerance = load("logprob_entropy/entropy_grad")
+    logits = torch.tensor(x["logits"]).requires_grad_()
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    _, entropy = kernels.logprob_entropy(logits, torch.eye(logits.shape[1]), targets, impl=impl)
+    close(entropy.detach(), want["entropy"], tolerance)
+    (grad,) = torch.autograd.grad(entropy, logits, torch.tensor(x["upstream_grad"]))
+    close(grad, want["grad_logits"], tolerance)
+
+
+def test_a_group_is_kept_when_its_raw_rewards_differ():
+    x, want, _ = load("filter/nonzero_std")
+    assert [rollout.has_signal(group) for group in x["groups"]] == want["keep"]
 
 
 # --- acceptance: one whole step ------------------------------------------------------------------

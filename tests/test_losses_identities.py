@@ -206,6 +206,31 @@ def test_group_centring_is_gae_with_a_corrected_terminal_reward_and_nothing_for_
     assert torch.equal(alone, plain)
 
 
+def test_critic_targets_see_no_penalty_and_only_ppo_bootstraps():
+    lengths = [4, 7, 2]
+    mask = mask_of(lengths)
+    values, raw = rand(*mask.shape, seed=6), torch.tensor([1.0, 0, 1], dtype=F64)
+    kw = dict(
+        token_rewards=losses.terminal_reward(raw - 0.5, mask),
+        raw_token_rewards=losses.terminal_reward(raw, mask),
+        values=values,
+        mask=mask,
+    )
+    n = torch.tensor(lengths, dtype=F64)
+    outcome = losses.keep(raw[:, None], mask)
+    for advantage, lambdas, bootstraps in (
+        (losses.ppo_advantages, [0.95] * 3, True),
+        (losses.vapo_advantages, (1 - 1 / (0.3 * n)).clamp(min=0).tolist(), False),
+        (losses.justrl2_advantages, (0.5 ** (1 / n)).tolist(), False),
+    ):
+        a, target = advantage(**kw, gae_lambda=0.95, gae_lambda_alpha=0.3, gae_lambda_k=0.5)
+        shaped = brute_force_gae(kw["token_rewards"], values, lengths, lambdas, 1.0)
+        plain = brute_force_gae(kw["raw_token_rewards"], values, lengths, lambdas, 1.0)
+        torch.testing.assert_close(a, shaped, rtol=0, atol=1e-12)
+        expected = losses.keep(plain + values, mask) if bootstraps else outcome
+        torch.testing.assert_close(target, expected, rtol=0, atol=1e-12)
+
+
 # --- objectives --------------------------------------------------------------------------------
 
 
@@ -323,6 +348,20 @@ def test_gspo_token_has_gspos_value_and_for_equal_advantages_its_gradient():
     torch.testing.assert_close(
         grad_of(whole, new), losses.keep(-s * per_row / n, mask).detach(), rtol=1e-9, atol=1e-12
     )
+
+
+def test_stale_sequences_lose_their_negative_tokens_only():
+    new, old, advantages, mask = policy_case()
+    advantages = rand(*mask.shape, seed=9)
+    drift = torch.tensor([-0.5, -0.5, 0.5, 0.0], dtype=F64)[:, None]
+    new = (old + drift).requires_grad_()
+    kw = dict(clip_low=10, clip_high=10)
+    free, _ = losses.policy_loss(new, old, advantages, mask, **kw)
+    held, metrics = losses.policy_loss(new, old, advantages, mask, **kw, opsm_delta=0.1)
+    dropped = mask & (drift < -0.1) & (advantages < 0)
+    assert torch.equal(grad_of(held, new), grad_of(free, new).masked_fill(dropped, 0))
+    assert metrics["opsm_fraction"][0] == dropped.sum() > 0
+    assert metrics["opsm_fraction"][1] == mask.sum()
 
 
 # --- KL and entropy on a policy of three tokens --------------------------------------------------

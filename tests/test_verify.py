@@ -308,7 +308,7 @@ answers = st.one_of(
 
 
 @settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1500)),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", 600)),
     deadline=None,
     derandomize="FUZZ_EXAMPLES" not in os.environ,
 )
