@@ -5,10 +5,11 @@ One step, in the order of the method:
     1 collect   sample groups, verify, keep those with signal          rollout.collect
     2 shape     actor reward = raw + overlong penalty; critic: raw     shape_rewards
     3 pack      micro-batches without padding                          data.partition, data.pack
-    4 score     old log-probs and entropy; old values                  score_policy, score_critic
-    5 advantage by the algorithm; whitening is a step of its own       advantages
+    4 value     V of every token, before the critic moves              score_critic
+    5 advantage by the algorithm; whitening is a step of its own       compute_advantages
     6 critic    one or more updates towards the raw reward             update_critic
-    7 policy    one or more updates, once the critic is warm           update_policy
+    7 policy    old log-probs, then one or more updates of the         score_policy, update_policy
+                surrogate, once the critic is warm
     8 books     metrics, samples, checkpoint, evaluation
 
 The scalars of a step are held whole on every rank, so statistics and denominators are global without a collective;
@@ -233,8 +234,6 @@ def train_step(run: Run, state: State) -> dict[str, float]:
     if kept:
         batch = to_batch(kept, run.device)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
-        with clock("score_policy"):
-            old_logprobs, entropy = score_policy(state.policy, batch, config)
         values = None
         if state.critic is not None:
             with clock("score_critic"):
@@ -244,9 +243,11 @@ def train_step(run: Run, state: State) -> dict[str, float]:
             with clock("update_critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
         if state.critic is None or state.step >= config.num_critic_only_steps:
+            with clock("score_policy"):
+                old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-        metrics |= score_metrics(batch, old_logprobs, entropy, advantages)
+            metrics |= score_metrics(batch, old_logprobs, entropy, advantages)
     write_rollouts(run, state.step + 1, collected)
     state.step += 1
     return metrics | clock.metrics(collected)
@@ -514,12 +515,11 @@ def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, f
 
 
 def score_metrics(batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor) -> dict[str, float]:
-    """Of the policy before its update: entropy, sampler against trainer, overlong penalty, advantages as trained."""
+    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained, overlong penalty."""
     mask = batch.response_mask
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
         "policy/entropy": float(entropy[mask].mean()),
-        "policy/mismatch_abs": float(gap.abs().mean()),
         "policy/mismatch_max": float(gap.abs().max()),
         "policy/advantage_mean": float(advantages[mask].mean()),
         "policy/advantage_std": float(advantages[mask].std()),
