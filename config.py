@@ -1,9 +1,11 @@
-"""Every knob of a run: one dataclass whose fields are the command line flags and the keys of a recipe.
+"""Every knob of a run: one dataclass whose fields are the command line flags and the keys of a
+recipe.
 
     python train.py --config recipes/x.yaml --lr 2e-6     flags win over the recipe, the recipe over the defaults
 
-A field left at None takes the default of the chosen algorithm's row in `losses.ALGORITHMS`. The other defaults run
-the embedded tiny model on a laptop CPU; the paper's values are in recipes/justrl2-minicpm5-2b-128k.yaml.
+A field left at None takes the default of the chosen algorithm's row in `losses.ALGORITHMS`. The
+other defaults run the embedded tiny model on a laptop CPU; the paper's values are in
+recipes/justrl2-minicpm5-2b-128k.yaml.
 """
 
 import argparse
@@ -125,9 +127,13 @@ class Config:
     # fmt: on
 
     def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
-        """A checked copy in which every None took its row's default; `algorithms` is `losses.ALGORITHMS`."""
+        """A checked copy in which every None took its row's default; `algorithms` is
+        `losses.ALGORITHMS`.
+        """
         if self.algorithm not in algorithms:
-            raise ConfigError(f"--algorithm {self.algorithm} is unknown; choose one of {', '.join(algorithms)}.")
+            raise ConfigError(
+                f"--algorithm {self.algorithm} is unknown; choose one of {', '.join(algorithms)}."
+            )
         row = algorithms[self.algorithm]
         defaults = COMMON | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
@@ -135,18 +141,28 @@ class Config:
         return config
 
     def _check(self, row: Any) -> None:
-        positive = "steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens "
+        positive = (
+            "steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens "
+        )
         positive += "max_response_tokens temperature slots over_sampling verifier_workers verifier_timeout_s "
         positive += "epochs_per_step minibatches_per_step critic_updates_per_step max_grad_norm eval_samples gamma"
         for name in positive.split():
             _require(getattr(self, name) > 0, name, f"is {getattr(self, name)}; it must be above 0")
-        not_negative = "lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills "
+        not_negative = (
+            "lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills "
+        )
         not_negative += "overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every keep_checkpoints"
         for name in not_negative.split():
-            _require(getattr(self, name) >= 0, name, f"is {getattr(self, name)}; it must not be negative")
+            _require(
+                getattr(self, name) >= 0, name, f"is {getattr(self, name)}; it must not be negative"
+            )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            _require(value is None or value in choices, name, f"is {value!r}; choose one of {', '.join(choices)}")
+            _require(
+                value is None or value in choices,
+                name,
+                f"is {value!r}; choose one of {', '.join(choices)}",
+            )
         _require(
             self.overlong_buffer_tokens < self.max_response_tokens,
             "overlong_buffer_tokens",
@@ -165,7 +181,9 @@ class Config:
             "drops every group of one response; set --no-dynamic-sampling or a larger --group-size",
         )
         _require(
-            self.gae_lambda_k is None or 0 < self.gae_lambda_k <= 1, "gae_lambda_k", "must be in (0, 1]"
+            self.gae_lambda_k is None or 0 < self.gae_lambda_k <= 1,
+            "gae_lambda_k",
+            "must be in (0, 1]",
         )
         _require(
             self.gae_lambda_k is None or self.gamma == 1,
@@ -236,14 +254,21 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """Config from flags and an optional --config recipe; raises ConfigError, exits with usage on a bad value."""
+    """Config from flags and an optional --config recipe; raises ConfigError, exits with usage on a
+    bad value.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", help="YAML recipe of the fields below")
     known, rest = first.parse_known_args(argv)
     parser = HfArgumentParser(Config, allow_abbrev=False, parents=[first])
     # The parser knows --no-x only for fields that are True by default; a None becomes False the same way.
-    negated = {f"--no{sep}{f.name.replace('_', sep)}": f.name for f in fields(Config) if f.default is None for sep in "-_"}
+    negated = {
+        f"--no{sep}{f.name.replace('_', sep)}": f.name
+        for f in fields(Config)
+        if f.default is None
+        for sep in "-_"
+    }
     rest = [f"--{negated[flag]}=false" if flag in negated else flag for flag in rest]
     recipe = read_recipe(known.config) if known.config else {}
     # As flags in front of the user's own: one parser converts both, and the later one wins.

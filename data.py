@@ -1,7 +1,8 @@
-"""Problems in, training tensors out: data files, chat template, resumable order, `Rollout`, and `pack`.
+"""Problems in, training tensors out: data files, chat template, resumable order, `Rollout`, and
+`pack`.
 
-`pack` is the one place where tokens are shifted: after it, index t of every per-token tensor means "action
-`targets[t]`, taken in the state before it".
+`pack` is the one place where tokens are shifted: after it, index t of every per-token tensor means
+"action `targets[t]`, taken in the state before it".
 """
 
 import json
@@ -29,7 +30,9 @@ class Problem:
 
 @dataclass
 class Rollout:
-    """One sampled response, finished or not; ids and log-probs are the sampler's own, never re-tokenised."""
+    """One sampled response, finished or not; ids and log-probs are the sampler's own, never
+    re-tokenised.
+    """
 
     problem: Problem
     group: int  # number of the draw that put the problem on the table; unique in a run
@@ -59,15 +62,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileNotFoundError(
-            f"{folder} has no tokenizer that `transformers` can load ({str(error).splitlines()[0]}); "
-            "copy tokenizer.json and tokenizer_config.json there."
+            f"{folder} has no tokenizer that `transformers` can load "
+            f"({str(error).splitlines()[0]}); copy tokenizer.json and tokenizer_config.json there."
         ) from error
 
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a response: those of generation_config.json and the tokenizer's own EOS.
 
-    Nothing else of generation_config.json is used: its temperature or top-p would change the trained policy.
+    Nothing else of generation_config.json is used: its temperature or top-p would change the
+    trained policy.
     """
     ids = {tokenizer.eos_token_id}
     if (Path(folder) / "generation_config.json").exists():
@@ -83,7 +87,9 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for every row of a .jsonl or .parquet file, a directory of a data set, or a hub data set."""
+    """Yield (where, row) for every row of a .jsonl or .parquet file, a directory of a data set, or
+    a hub data set.
+    """
     if path.endswith((".jsonl", ".json")):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; give --data a JSONL file.")
@@ -96,13 +102,17 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}:{number} is not JSON ({error}).") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number} is not a JSON object with a prompt and a label.")
+                    raise ValueError(
+                        f"{path}:{number} is not a JSON object with a prompt and a label."
+                    )
                 yield f"{path}:{number}", row
         return
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(f"reading {path} needs `pip install datasets`; a .jsonl file does not.") from error
+        raise ImportError(
+            f"reading {path} needs `pip install datasets`; a .jsonl file does not."
+        ) from error
     if path.endswith(".parquet"):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
@@ -112,14 +122,16 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = load_dataset(path, split="train")
         except Exception as error:  # the hub client raises a dozen kinds
             raise FileNotFoundError(
-                f"{path} is neither a .jsonl or .parquet file nor a data set that can be read: {str(error).splitlines()[0]}"
+                f"{path} is neither a .jsonl or .parquet file nor a data set that can be read: "
+                f"{str(error).splitlines()[0]}"
             ) from error
     for number, row in enumerate(rows, 1):
         yield f"{path} row {number}", row
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) -> str:
-    """The prompt as one user turn (or the given messages) through the chat template, ready for the answer.
+    """The prompt as one user turn (or the given messages) through the chat template, ready for the
+    answer.
 
     A tokenizer without a chat template, as base models have, takes plain text as it is.
     """
@@ -138,7 +150,8 @@ def load_problems(
 ) -> tuple[list[Problem], int]:
     """(problems, number dropped because the prompt is longer than `max_prompt_tokens`).
 
-    Raises ValueError naming file and line for a row without prompt or label, and for a file that leaves no problem.
+    Raises ValueError naming file and line for a row without prompt or label, and for a file that
+    leaves no problem.
     """
     problems: list[Problem] = []
     dropped = 0
@@ -156,13 +169,19 @@ def load_problems(
         index = len(problems)
         problems.append(Problem(str(row.get("id", index)), index, prompt, ids, str(row[label_key])))
     if not problems:
-        why = f"all {dropped} prompts are longer than --max-prompt-tokens" if dropped else "it is empty"
+        why = (
+            f"all {dropped} prompts are longer than --max-prompt-tokens"
+            if dropped
+            else "it is empty"
+        )
         raise ValueError(f"{path} leaves no problem to work on: {why}.")
     return problems, dropped
 
 
 class DataOrder:
-    """Endless shuffle whose whole state is one number: epoch e visits every problem once, in the order of seed + e."""
+    """Endless shuffle whose whole state is one number: epoch e visits every problem once, in the
+    order of seed + e.
+    """
 
     def __init__(self, num_problems: int, seed: int, drawn: int = 0):
         self.num_problems, self.seed, self.drawn = num_problems, seed, drawn
@@ -183,7 +202,9 @@ class DataOrder:
 
 @dataclass
 class Batch:
-    """Scalars of one step, whole on every rank: (N, T) per token, (N,) per response, T the longest response."""
+    """Scalars of one step, whole on every rank: (N, T) per token, (N,) per response, T the longest
+    response.
+    """
 
     rollouts: list[Rollout]
     response_lengths: Tensor  # (N,) int64
@@ -195,7 +216,9 @@ class Batch:
 
 
 def length_mask(lengths: Tensor, width: int | None = None) -> Tensor:
-    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal EOS (BC-01)."""
+    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal EOS
+    (BC-01).
+    """
     if width is None:
         width = int(lengths.max()) if len(lengths) else 0
     return torch.arange(width, device=lengths.device) < lengths[:, None]
@@ -221,7 +244,9 @@ def to_batch(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") ->
 
 @dataclass
 class MicroBatch:
-    """Sequences laid end to end for one forward; row r of the (R, T) scalars is row `rows[r]` of the Batch."""
+    """Sequences laid end to end for one forward; row r of the (R, T) scalars is row `rows[r]` of
+    the Batch.
+    """
 
     rows: Tensor  # (R,) int64
     input_ids: Tensor  # (M,) int64: prompt and response of each sequence, without its last token
@@ -235,11 +260,15 @@ class MicroBatch:
         return actions.new_zeros(self.mask.shape).masked_scatter(self.mask, actions)
 
 
-def pack(rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device | str = "cpu") -> MicroBatch:
-    """Lay rollouts[i], i in rows, end to end, and shift: response token t is read at the token before it.
+def pack(
+    rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device | str = "cpu"
+) -> MicroBatch:
+    """Lay rollouts[i], i in rows, end to end, and shift: response token t is read at the token
+    before it.
 
-    The last token of a sequence is only ever a target, so it is not fed. No rows at all give one token and no action:
-    a rank without work still takes part in the collectives of a sharded forward.
+    The last token of a sequence is only ever a target, so it is not fed. No rows at all give one
+    token and no action: a rank without work still takes part in the collectives of a sharded
+    forward.
     """
     inputs: list[int] = []
     index: list[int] = []
@@ -247,15 +276,19 @@ def pack(rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device 
     boundaries = [0]
     for i in rows:
         prompt, response = rollouts[i].problem.prompt_ids, rollouts[i].response_ids
-        first = len(inputs) + len(prompt) - 1  # the state of the first action is the last prompt token
+        first = (
+            len(inputs) + len(prompt) - 1
+        )  # the state of the first action is the last prompt token
         index += range(first, first + len(response))
         targets += response
         inputs += prompt + response[:-1]
         boundaries.append(len(inputs))
     if not rows:
         inputs, boundaries = [0], [0, 1]
-    lengths = torch.tensor([len(rollouts[i].response_ids) for i in rows], dtype=torch.long, device=device)
-    tensor = lambda x, dtype=torch.long: torch.tensor(x, dtype=dtype, device=device)  # noqa: E731
+    lengths = torch.tensor(
+        [len(rollouts[i].response_ids) for i in rows], dtype=torch.long, device=device
+    )
+    tensor = lambda x, dtype=torch.long: torch.tensor(x, dtype=dtype, device=device)
     return MicroBatch(
         rows=tensor(rows),
         input_ids=tensor(inputs),
@@ -267,10 +300,12 @@ def pack(rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device 
 
 
 def partition(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
-    """Share sequences of `costs` tokens out: `result[rank]` is that rank's list of micro-batches (lists of rows).
+    """Share sequences of `costs` tokens out: `result[rank]` is that rank's list of micro-batches
+    (lists of rows).
 
-    Longest first into the first micro-batch with room, so a sequence above the budget travels alone. Every rank gets
-    the same number of micro-batches (sharded weights are gathered in step), if need be with empty ones.
+    Longest first into the first micro-batch with room, so a sequence above the budget travels
+    alone. Every rank gets the same number of micro-batches (sharded weights are gathered in step),
+    if need be with empty ones.
     """
     bins: list[list[int]] = []
     loads: list[int] = []

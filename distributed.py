@@ -1,8 +1,10 @@
-"""The only file that knows ranks: start-up, printing, sharding, reductions, full state for checkpoints.
+"""The only file that knows ranks: start-up, printing, sharding, reductions, full state for
+checkpoints.
 
-One process is not a special case for its callers: every function here works without a process group. The scalars of
-a step are held whole on every rank, so the only things that cross ranks are finished rollouts (`gather`), rows
-of per-token results (`sum_`), and the gradients and weights that FSDP2 moves by itself.
+One process is not a special case for its callers: every function here works without a process
+group. The scalars of a step are held whole on every rank, so the only things that cross ranks are
+finished rollouts (`gather`), rows of per-token results (`sum_`), and the gradients and weights that
+FSDP2 moves by itself.
 """
 
 import os
@@ -38,7 +40,9 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 
 def relaunch(nproc: int) -> None:
-    """Restart this command under the elastic launcher with `nproc` processes; no return. No-op inside a launcher."""
+    """Restart this command under the elastic launcher with `nproc` processes; no return. No-op
+    inside a launcher.
+    """
     if nproc <= 1 or "LOCAL_RANK" in os.environ:
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -47,16 +51,28 @@ def relaunch(nproc: int) -> None:
 
 
 def init(device: str) -> torch.device:
-    """Join the process group if a launcher started us; returns this rank's device. `device`: auto, cpu or cuda."""
+    """Join the process group if a launcher started us; returns this rank's device. `device`: auto,
+    cpu or cuda.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or install a CUDA build of torch.")
-    local = torch.device(device, int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device("cpu")
+        raise ValueError(
+            "--device cuda, but torch sees no CUDA device; use --device cpu or install a CUDA "
+            "build of torch."
+        )
+    local = (
+        torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        if device == "cuda"
+        else torch.device("cpu")
+    )
     if local.type == "cuda":
         torch.cuda.set_device(local)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if local.type == "cuda" else "gloo", device_id=local if local.type == "cuda" else None)
+        dist.init_process_group(
+            "nccl" if local.type == "cuda" else "gloo",
+            device_id=local if local.type == "cuda" else None,
+        )
     return local
 
 
@@ -67,10 +83,14 @@ def shutdown() -> None:
 
 
 def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer in `compute_dtype`."""
+    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer in
+    `compute_dtype`.
+    """
     if world_size() == 1:
         return
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for part in (*layers, module):
         fully_shard(part, mp_policy=policy)
 
@@ -111,7 +131,9 @@ def barrier() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank if it is true on one: how a Ctrl-C on one rank stops all after the same step."""
+    """True on every rank if it is true on one: how a Ctrl-C on one rank stops all after the same
+    step.
+    """
     return sum_on_device([float(flag)])[0] > 0
 
 
@@ -127,7 +149,9 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a (sharded) module into a whole one of another dtype, one tensor at a time."""
+    """Copy the weights of a (sharded) module into a whole one of another dtype, one tensor at a
+    time.
+    """
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         ours.copy_(full(theirs))
 
@@ -137,12 +161,19 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
     Copied: what `full` returns may be a view of padded storage, which safetensors refuses.
     """
-    return {name: full(value).detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
+    return {
+        name: full(value).detach().to("cpu", copy=True)
+        for name, value in module.state_dict().items()
+    }
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Whole optimizer state on the CPU, keyed by parameter name, so another number of ranks can load it."""
-    return get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """Whole optimizer state on the CPU, keyed by parameter name, so another number of ranks can
+    load it.
+    """
+    return get_optimizer_state_dict(
+        module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:

@@ -49,17 +49,19 @@ class Token(NamedTuple):
     in_text: bool = False
 
 
-SMALL = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-LARGE = "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-GREEK = dict(zip("αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩ", f"{SMALL} {LARGE}".split(), strict=True))
+GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi "
+    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+)
+GREEK = dict(zip("αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩ", GREEK_NAMES.split(), strict=True))
 LETTERS = {f"\\{name}" for name in [*GREEK.values(), "upsilon", "hbar", "ell"]}
 # A fixed list and not NFKC, which would turn 5² into 52. Any other non-ASCII character is refused.
 UNICODE = str.maketrans({char: f"\\{name} " for char, name in GREEK.items()} | {
     "π": "\\pi ", "−": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "√": "\\sqrt ",
     "∛": "\\sqrt[3]", "°": "@", "∞": "\\infty ", "±": "\\pm ", "∓": "\\mp ", "≤": "<=", "≥": ">=",
-    "⩽": "<=", "⩾": ">=", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∖": "\\setminus ",
-    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ",
-    "⌉": "\\rceil ", "′": "'", "’": "'", "∠": "\\angle ", "¼": "\\frac14 ", "½": "\\frac12 ",
+    "⩽": "<=", "⩾": ">=", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
+    "∖": "\\setminus ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "⌊": "\\lfloor ", "⌋": "\\rfloor ",
+    "⌈": "\\lceil ", "⌉": "\\rceil ", "′": "'", "’": "'", "∠": "\\angle ", "¼": "\\frac14 ", "½": "\\frac12 ",
     "¾": "\\frac34 ", "⅓": "\\frac13 ", "⅔": "\\frac23 ", "€": "\\euro ", "£": "\\pounds ",
     "¥": "\\yen ", "¢": "\\text{cents}", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
 })  # fmt: skip
@@ -83,24 +85,26 @@ TOKEN = re.compile(
     re.ASCII | re.DOTALL,
 )
 IGNORED = set(
-    "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr bigg Bigg rm bf "
-    "text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
+    "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr bigg "
+    "Bigg rm bf text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
 ) | {" ", "\n", ""}  # fmt: skip
 FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln lg exp".split()} | {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln",
 }  # fmt: skip
 SYNONYMS = {
     "times": "*", "cdot": "*", "ast": "*", "div": "/", "dfrac": "\\frac", "tfrac": "\\frac",
-    "cfrac": "\\frac", "sfrac": "\\frac", "nicefrac": "\\frac", "dbinom": "\\binom", "tbinom": "\\binom",
-    "leq": "<=", "le": "<=", "leqslant": "<=", "geq": ">=", "ge": ">=", "geqslant": ">=", "lt": "<",
-    "gt": ">", "neq": "!=", "ne": "!=", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]",
-    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "%": "%", "lor": "or", "vee": "or",
-    "land": "and", "wedge": "and", "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
-    "varnothing": "\\emptyset", "textdollar": "\\$", "degree": "@", "deg": "@", "colon": ":",
-    "backslash": "\\setminus", "pound": "\\pounds", "measuredangle": "\\angle",
+    "cfrac": "\\frac", "sfrac": "\\frac", "nicefrac": "\\frac", "dbinom": "\\binom",
+    "tbinom": "\\binom", "leq": "<=", "le": "<=", "leqslant": "<=", "geq": ">=", "ge": ">=",
+    "geqslant": ">=", "lt": "<", "gt": ">", "neq": "!=", "ne": "!=", "lbrace": "\\{", "rbrace": "\\}",
+    "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "%": "%",
+    "lor": "or", "vee": "or", "land": "and", "wedge": "and", "varphi": "\\phi",
+    "varepsilon": "\\epsilon", "vartheta": "\\theta", "varnothing": "\\emptyset",
+    "textdollar": "\\$", "degree": "@", "deg": "@", "colon": ":", "backslash": "\\setminus",
+    "pound": "\\pounds", "measuredangle": "\\angle",
 }  # fmt: skip
 WORDS = {name: f"\\{name}" for name in [*FUNCTIONS, "sqrt", "pi"]} | {
-    "oo": "\\infty", "inf": "\\infty", "infty": "\\infty", "infinity": "\\infty", "or": "or", "and": "and",
+    "oo": "\\infty", "inf": "\\infty", "infty": "\\infty", "infinity": "\\infty",
+    "or": "or", "and": "and",
 }  # fmt: skip
 
 
@@ -155,24 +159,27 @@ def variants(text):
 # --- Tokens to values -----------------------------------------------------------------------------
 
 UNIT_ROWS = """
-mm millimeter millimeters; cm centimeter centimeters centimetre centimetres; ft foot feet; in inch inches
-m meter meters metre metres; km kilometer kilometers kilometre kilometres; yd yard yards; mi mile miles
-mg milligram milligrams; g gram grams; kg kilogram kilograms; lb lbs pound pounds; oz ounce ounces; ton tons
-s sec second seconds; min minute minutes; h hr hrs hour hours; day days; week weeks; month months; yr year years
-ms millisecond milliseconds; ml milliliter milliliters; l liter liters litre litres; gal gallon gallons; mph
-dollar dollars usd; cent cents; euro euros; yen; sterling; degree degrees deg; rad radian radians; unit units
-n newton newtons; j joule joules; w watt watts; v volt volts; a amp amps ampere amperes; hz hertz; pa pascal
-k kelvin; c celsius; f fahrenheit; mol mole moles; ev; person people; student students; way ways; time times
-point points; coin coins; apple apples; marble marbles; ball balls; book books; card cards; game games
-child children; boy boys; girl girls; integer integers; number numbers; solution solutions; triangle triangles
-squares; piece pieces; step steps; page pages; ticket tickets; edge edges; digit digits; pair pairs; team teams
+mm millimeter millimeters; cm centimeter centimeters centimetre centimetres; km kilometer kilometers
+kilometre kilometres; m meter meters metre metres; in inch inches; ft foot feet; yd yard yards
+mi mile miles; mph; mg milligram milligrams; g gram grams; kg kilogram kilograms; lb lbs pound pounds
+oz ounce ounces; ton tons; ms millisecond milliseconds; s sec second seconds; min minute minutes
+h hr hrs hour hours; day days; week weeks; month months; yr year years; mL ml milliliter milliliters
+L l liter liters litre litres; gal gallon gallons; N newton newtons; J joule joules; W watt watts
+V volt volts; A amp amps ampere amperes; Hz hertz; Pa pascal pascals; eV; mol mole moles; K kelvin
+C celsius; F fahrenheit; degree degrees deg; rad radian radians; dollar dollars usd; cent cents
+euro euros; yen; sterling; unit units; person people; student students; child children; boy boys
+girl girls; team teams; way ways; time times; point points; coin coins; apple apples; marble marbles
+ball balls; book books; card cards; game games; integer integers; number numbers; digit digits
+solution solutions; triangle triangles; squares; edge edges; piece pieces; step steps; page pages
+ticket tickets; pair pairs
 """
-UNITS = {word: row.split()[0] for row in re.split("[;\n]", UNIT_ROWS) for word in row.split()}
+UNITS = {
+    word: row.split()[0] for row in UNIT_ROWS.replace("\n", ";").split(";") for word in row.split()
+}
 UNITS |= {"percent": "%", "per": "/", "square": 2, "sq": 2, "cubic": 3, "cu": 3}
 BARE_UNITS = {"mm", "cm", "km", "ft", "kg", "lb"}  # units of two letters that count outside \text
 CURRENCY = {"\\$": "dollar", "\\euro": "euro", "\\pounds": "sterling", "\\yen": "yen"}
-CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\langle": "\\rangle",
-           "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}  # fmt: skip
+CLOSING = {"(": ")", "[": "]", "{": "}", "\\langle": "\\rangle"}
 RELATIONS = ("=", "!=", "<", ">", "<=", ">=", "\\in")
 ACCENTS = "vec hat bar tilde dot ddot overline overrightarrow widehat angle triangle".split()
 DERIVATIVE = re.compile(r"(?:d|\\partial)(?:\^\d)?[A-Za-z\\].*")
@@ -196,9 +203,15 @@ def based(digits, base):
     return ("num", exact(digits)) if base == "10" else ("based", int(digits, int(base)), int(base))
 
 
+def unit_word(token):
+    """Hours, but not N for n: short units keep their case."""
+    return token.text if len(token.text) < 3 else token.text.lower()
+
+
 class Parser:
     """Recursive descent. From loose to tight: items, item (a chain of relations), side (a union, a
-    ratio, an expression with a unit), total, product, power, atom. Each method returns a value."""
+    ratio, an expression with a unit), total, product, power, atom. Each method returns a value.
+    """
 
     def __init__(self, tokens):
         self.tokens, self.at, self.depth, self.bars = tokens, 0, 0, 0
@@ -238,7 +251,7 @@ class Parser:
         return ("list", *found)
 
     def items(self, spread):
-        """Items and the set of their separators. With `spread`, a plus-minus makes two of an item."""
+        """Items and the set of their separators. With `spread` a plus-minus makes two of one."""
         found, separators = [], set()
         while True:
             found += self.spread() if spread else [self.item()]
@@ -327,7 +340,7 @@ class Parser:
             elif powers and self.accept("*"):
                 sign = 1
             elif self.unit_ahead():
-                unit = UNITS[self.peek().text.lower()]
+                unit = UNITS[unit_word(self.peek())]
                 self.at += 1
                 if unit == "%":
                     return "%"
@@ -352,7 +365,7 @@ class Parser:
     def unit_ahead(self):
         token = self.peek()
         long = token.in_text or len(token.text) > 2 or token.text in BARE_UNITS
-        return token.kind == "word" and token.text.lower() in UNITS and long
+        return token.kind == "word" and unit_word(token) in UNITS and long
 
     def sign(self, operator):
         """Whether the sign is a minus; a plus-minus takes the choice of this reading."""
@@ -513,7 +526,7 @@ class Parser:
             name += "_" + self.raw() if mark == "_" else "'"
         if name in CONSTANTS:
             return CONSTANTS[name]
-        # f(...) is a function value; another letter only before one token, x(0): n(n+1) is a product
+        # f(...) is a function value, another letter only before one token: n(n+1) is a product
         called = name[0] in "fghFGH" or "'" in name
         called |= self.peek(1).kind in ("num", "sym") and self.peek(2).text == ")"
         if called and self.accept("("):
@@ -523,44 +536,20 @@ class Parser:
         return ("sym", name)
 
     def group(self):
-        """Brackets: grouping, tuple, interval, set, floor. TeX braces are invisible."""
+        """Brackets: grouping, a tuple or an interval. TeX braces are invisible."""
         start, opening = self.at, self.peek().text
         self.at += 1
-        if opening in ("\\lfloor", "\\lceil"):
-            sign = MINUS_ONE if opening == "\\lceil" else ONE
-            value = times(sign, ("floor", times(sign, self.total())))
-            self.expect(CLOSING[opening])
-            return value
-        if opening == "\\{" and self.accept("\\}"):
-            return ("set",)
-        bars, self.bars = (
-            self.bars,
-            int(opening == "\\{"),
-        )  # in \{x | x > 2\} it is no absolute value
-        found, separators = self.items(spread=opening == "\\{")
-        if opening == "\\{":
-            value = self.set_builder(found) if self.accept("|") else ("set", *found)
-        elif opening == "{" or not separators:
-            value = ("list", *found) if separators else found[0]
-        else:
-            value = None
+        bars, self.bars = self.bars, 0
+        found, separators = self.items(spread=False)
         self.bars = bars
-        closing = self.expect(CLOSING[opening]) if value else self.expect(")", "]", "\\rangle")
-        if (
-            self.peek().text == "_"
-            and opening == "("
-            and self.at == start + 3
-            and value[0] == "num"
-        ):
-            self.at += 1
+        if separators and opening != "{":
+            return ("tuple", opening + self.expect(")", "]", "\\rangle"), *found)
+        self.expect(CLOSING[opening])
+        if separators:
+            return ("list", *found)
+        if opening == "(" and self.at == start + 3 and self.accept("_"):
             return based(self.tokens[start + 1].text, self.raw())
-        return value or ("tuple", opening + closing, *found)
-
-    def set_builder(self, found):
-        condition = self.listed(spread=True)
-        if is_ray(condition) and condition[1] in (found[0], found[0][1]):
-            return condition[2]
-        raise Unreadable("a set that is not given by one inequality")
+        return found[0]
 
     # The commands: each is entered with its token consumed.
 
@@ -584,6 +573,29 @@ class Parser:
 
     def binomial(self):
         return ("binom", self.argument(one_digit=True), self.argument(one_digit=True))
+
+    def braces(self):
+        """A set: its elements, or one inequality as in {x | x > 2}."""
+        if self.accept("\\}"):
+            return ("set",)
+        bars, self.bars = self.bars, 1  # a bar in here starts no absolute value
+        found, _ = self.items(spread=True)
+        value = ("set", *found)
+        if self.accept("|"):
+            condition = self.listed(spread=True)
+            if not is_ray(condition) or condition[1] not in (found[0], found[0][1]):
+                raise Unreadable("a set that is not given by one inequality")
+            value = condition[2]
+        self.expect("\\}")
+        self.bars = bars
+        return value
+
+    def floor(self):
+        up = self.peek(-1).text == "\\lceil"
+        sign = MINUS_ONE if up else ONE  # the ceiling of x is minus the floor of -x
+        inner = times(sign, self.total())
+        self.expect("\\rceil" if up else "\\rfloor")
+        return times(sign, ("floor", inner))
 
     def absolute(self):
         self.bars += 1
@@ -664,6 +676,9 @@ ATOMS = {
     "\\sqrt": Parser.root,
     "\\binom": Parser.binomial,
     "|": Parser.absolute,
+    "\\{": Parser.braces,
+    "\\lfloor": Parser.floor,
+    "\\lceil": Parser.floor,
     "\\infty": lambda parser: ("inf", 1),
     "\\pi": lambda parser: CONSTANTS["\\pi"],
     "\\emptyset": lambda parser: ("set",),
@@ -671,7 +686,6 @@ ATOMS = {
     "\\begin": Parser.matrix,
     **dict.fromkeys([f"\\{name}" for name in FUNCTIONS], Parser.function),
     **dict.fromkeys([f"\\{name}" for name in ACCENTS], Parser.accent),
-    **dict.fromkeys(["\\lfloor", "\\lceil"]),  # groups, listed here as starts of a factor
 }
 
 

@@ -1,8 +1,9 @@
-"""Problem in, graded groups out: the KV-cached sampler, group collection with dynamic sampling, evaluation.
+"""Problem in, graded groups out: the KV-cached sampler, group collection with dynamic sampling,
+evaluation.
 
-A slot whose response ends is refilled at once, and the members of a group share one prefill of their prompt. The
-random number behind every token depends on (seed, step, problem, sample, token) alone, so slots, batch
-composition, rank count and resume change nothing about what is drawn.
+A slot whose response ends is refilled at once, and the members of a group share one prefill of
+their prompt. The random number behind every token depends on (seed, step, problem, sample, token)
+alone, so slots, batch composition, rank count and resume change nothing about what is drawn.
 """
 
 import math
@@ -37,7 +38,9 @@ def signed(x: int) -> int:
 
 
 def response_key(seed: int, step: int, problem: int, sample: int) -> int:
-    """Random key of one response as an int64; `problem` is the number of the draw, unique over epochs."""
+    """Random key of one response as an int64; `problem` is the number of the draw, unique over
+    epochs.
+    """
     key = 0
     for part in (seed, step, problem, sample):
         key = mix((key + GOLDEN + part) & MASK64)
@@ -45,8 +48,10 @@ def response_key(seed: int, step: int, problem: int, sample: int) -> int:
 
 
 def uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
-    """keys (B,) int64, tokens (B,) int64 -> (B,) float64 in [0, 1): `mix` of key and counter, in wrapping int64."""
-    shift = lambda x, n: (x >> n) & ((1 << (64 - n)) - 1)  # noqa: E731  logical, int64 >> keeps the sign
+    """keys (B,) int64, tokens (B,) int64 -> (B,) float64 in [0, 1): `mix` of key and counter, in
+    wrapping int64.
+    """
+    shift = lambda x, n: (x >> n) & ((1 << (64 - n)) - 1)  # int64 >> alone would keep the sign
     x = keys + (tokens + 1) * signed(GOLDEN)
     x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
@@ -55,14 +60,17 @@ def uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: logits (B, V) float32, u (B,) -> tokens (B,) int64 and their log-probs (B,) float32.
+    """Inverse-CDF sampling: logits (B, V) float32, u (B,) -> tokens (B,) int64 and their log-probs
+    (B,) float32.
 
-    Log-probs are of softmax(logits / temperature) over the whole vocabulary, as the trainer scores them.
-    Temperature 0 is greedy, with the log-probs of temperature 1.
+    Log-probs are of softmax(logits / temperature) over the whole vocabulary, as the trainer scores
+    them. Temperature 0 is greedy, with the log-probs of temperature 1.
     """
     logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, -1)
     if temperature > 0:
-        cdf = logprobs.double().exp().cumsum(-1)  # float64: a float32 sum of 130k terms would move the edges
+        cdf = (
+            logprobs.double().exp().cumsum(-1)
+        )  # float64: a float32 sum of 130k terms would move the edges
         tokens = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
     else:
         tokens = logits.argmax(-1, keepdim=True)
@@ -70,9 +78,13 @@ def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]
 
 
 class Sampler:
-    """Continuous batching on `slots` cache rows. `model` is whole on this rank: decoding does no collective."""
+    """Continuous batching on `slots` cache rows. `model` is whole on this rank: decoding does no
+    collective.
+    """
 
-    def __init__(self, model: Transformer, eos_ids: Iterable[int], slots: int = 64, tokenizer: Any = None):
+    def __init__(
+        self, model: Transformer, eos_ids: Iterable[int], slots: int = 64, tokenizer: Any = None
+    ):
         self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
         self.tokenizer = tokenizer
         self.device = model.head_weight.device
@@ -108,11 +120,14 @@ class Sampler:
     ) -> None:
         """Continue every rollout to its end, in place, in the order given.
 
-        Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each that ends, in the
-        order of the decode steps; once it returns True the rest is left as it is, unfinished.
+        Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
+        that ends, in the order of the decode steps; once it returns True the rest is left as it is,
+        unfinished.
         """
         if any(not r.problem.prompt_ids for r in rollouts):
-            raise ValueError("a prompt has no tokens; the first response token needs a state to be chosen in.")
+            raise ValueError(
+                "a prompt has no tokens; the first response token needs a state to be chosen in."
+            )
         queue = deque(r for r in rollouts if not r.finished)
         cache = KVCache(self.model.config, self.slots, self.model.model.compute_dtype, self.device)
         running: dict[int, Rollout] = {}  # slot -> rollout
@@ -124,7 +139,9 @@ class Sampler:
                 self._prefill(cache, admitted)
                 running = dict(sorted((running | admitted).items()))
             tokens, logprobs = self._decode(cache, running, temperature)
-            for (slot, r), token, logprob in zip(list(running.items()), tokens, logprobs, strict=True):
+            for (slot, r), token, logprob in zip(
+                list(running.items()), tokens, logprobs, strict=True
+            ):
                 r.response_ids.append(token)
                 r.rollout_logprobs.append(logprob)
                 r.weight_versions.append(self.weight_version)
@@ -135,7 +152,8 @@ class Sampler:
                     stop = on_finish(r) or stop
 
     def _prefill(self, cache: KVCache, admitted: dict[int, Rollout]) -> None:
-        """Fill the cache with all tokens of each admitted rollout but the last, which `_decode` will feed.
+        """Fill the cache with all tokens of each admitted rollout but the last, which `_decode`
+        will feed.
 
         Rollouts with the same tokens so far (a group at its start) are computed once and copied.
         """
@@ -147,8 +165,12 @@ class Sampler:
             lengths = torch.tensor([0, *map(len, sources.values())])
             cu_seqlens = lengths.cumsum(0).to(self.device, torch.int32)
             ids = torch.tensor([i for ids in sources.values() for i in ids], device=self.device)
-            positions = torch.cat([torch.arange(n, device=self.device) for n in lengths[1:].tolist()])
-            attend = cache.prefill(torch.tensor(list(sources), device=self.device), cu_seqlens, int(lengths.max()))
+            positions = torch.cat(
+                [torch.arange(n, device=self.device) for n in lengths[1:].tolist()]
+            )
+            attend = cache.prefill(
+                torch.tensor(list(sources), device=self.device), cu_seqlens, int(lengths.max())
+            )
             self.model.model(ids, positions, attend)
         for ids, slots in alike.items():
             if ids and len(slots) > 1:
@@ -159,21 +181,25 @@ class Sampler:
     ) -> tuple[list[int], list[float]]:
         """One token for every running rollout."""
         rollouts = running.values()
-        tensor = lambda x: torch.tensor(x, device=self.device)  # noqa: E731
+        tensor = lambda x: torch.tensor(x, device=self.device)
         last = tensor([(r.response_ids or r.problem.prompt_ids)[-1] for r in rollouts])
         lengths = tensor([len(r.problem.prompt_ids) + len(r.response_ids) - 1 for r in rollouts])
-        u = uniforms(tensor([r.key for r in rollouts]), tensor([len(r.response_ids) for r in rollouts]))
+        u = uniforms(
+            tensor([r.key for r in rollouts]), tensor([len(r.response_ids) for r in rollouts])
+        )
         hidden = self.model.model(last, lengths, cache.decode(tensor(list(running)), lengths))
         tokens, logprobs = draw(self.model.logits(hidden), temperature, u)
         self.busy, self.steps = self.busy + len(running), self.steps + 1
         return tokens.tolist(), logprobs.tolist()
 
     def _text(self, rollout: Rollout) -> str:
-        """Response text without its stop token; special tokens stay, they may be the thinking tags."""
+        """Text without the stop token; special tokens stay, they may be the thinking tags."""
         if self.tokenizer is None:
             return ""
         ids = rollout.response_ids
-        return self.tokenizer.decode(ids[:-1] if rollout.finish_reason == "stop" else ids, skip_special_tokens=False)
+        return self.tokenizer.decode(
+            ids[:-1] if rollout.finish_reason == "stop" else ids, skip_special_tokens=False
+        )
 
 
 # ---- groups
@@ -201,12 +227,17 @@ class Group:
         """Wait for the verdicts of all finished members and write their rewards."""
         for j, future in self.verdicts.items():
             verdict = future.result()
-            self.rollouts[j].reward, self.rollouts[j].reason = float(verdict.correct), verdict.reason
+            self.rollouts[j].reward, self.rollouts[j].reason = (
+                float(verdict.correct),
+                verdict.reason,
+            )
         self.verdicts.clear()
 
 
 def has_signal(rewards: Iterable[float]) -> bool:
-    """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8 (BC-07)."""
+    """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8
+    (BC-07).
+    """
     rewards = list(rewards)
     return max(rewards) - min(rewards) > 1e-6
 
@@ -233,7 +264,8 @@ def sample_groups(
     enough: Callable[[list[list[Rollout]]], bool] = lambda finished: False,
     progress: tqdm | None = None,
 ) -> None:
-    """Finish and grade groups in place. Once `enough(finished groups so far)` is true the rest is aborted.
+    """Finish and grade groups in place. Once `enough(finished groups so far)` is true the rest is
+    aborted.
 
     A response is graded by the verifier's workers while others decode.
     """
@@ -251,7 +283,9 @@ def sample_groups(
             progress.update()
         return enough(finished)
 
-    sampler.run([r for rollouts in groups for r in rollouts], max_new_tokens, temperature, on_finish)
+    sampler.run(
+        [r for rollouts in groups for r in rollouts], max_new_tokens, temperature, on_finish
+    )
     for group in tracked.values():
         group.grade()
 
@@ -272,28 +306,38 @@ def collect(
 ) -> Collected:
     """Sample until `prompts_per_step` groups are kept, at most 1 + `max_refills` rounds.
 
-    Every round starts over_sampling times the groups still wanted, those of the buffer first. With dynamic sampling a
-    group is kept if its raw rewards differ. Groups that finish first are kept first; those still running when enough
-    are kept are aborted, and returned in `unfinished` for the next step if `partial_rollout` is set.
+    Every round starts over_sampling times the groups still wanted, those of the buffer first. With
+    dynamic sampling a group is kept if its raw rewards differ. Groups that finish first are kept
+    first; those still running when enough are kept are aborted, and returned in `unfinished` for
+    the next step if `partial_rollout` is set.
     """
     start = time.perf_counter()
     wanted, waiting = config.prompts_per_step, deque(buffer)
     counts: dict[str, int] = defaultdict(int, resumed=len(buffer))
-    keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)  # noqa: E731
+    keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)
     kept: list[list[Rollout]] = []
     ended: list[list[Rollout]] = []
     unfinished: list[list[Rollout]] = []
     ranks, rank = distributed.world_size(), distributed.rank()
-    progress = tqdm(total=wanted, desc=f"step {step} rollout", unit="group", leave=False, disable=rank > 0)
+    progress = tqdm(
+        total=wanted, desc=f"step {step} rollout", unit="group", leave=False, disable=rank > 0
+    )
     for round_ in range(1 + config.max_refills):
         missing = wanted - len(kept)
         if missing <= 0:
             break
-        groups = [waiting.popleft() for _ in range(min(len(waiting), math.ceil(missing * config.over_sampling)))]
+        groups = [
+            waiting.popleft()
+            for _ in range(min(len(waiting), math.ceil(missing * config.over_sampling)))
+        ]
         while len(groups) < math.ceil(missing * config.over_sampling):
             number, index = order.draw()
-            groups.append(new_group(problems[index], number, seed=config.seed, step=step, size=config.group_size))
-        # A rank stops when its share of the missing groups is kept: no collective while responses are decoded.
+            groups.append(
+                new_group(
+                    problems[index], number, seed=config.seed, step=step, size=config.group_size
+                )
+            )
+        # A rank stops when its share of the missing groups is kept: decoding does no collective.
         share = math.ceil(missing / ranks)
         mine = groups[rank::ranks]
         sample_groups(
@@ -317,7 +361,11 @@ def collect(
         counts["zero_variance"] += not has_signal(rewards)
         counts["all_right"] += min(rewards) == 1
         counts["all_wrong"] += max(rewards) == 0
-    counts |= {"finished": len(ended), "aborted": len(unfinished), "surplus": max(0, len(kept) - wanted)}
+    counts |= {
+        "finished": len(ended),
+        "aborted": len(unfinished),
+        "surplus": max(0, len(kept) - wanted),
+    }
     resume = [*unfinished, *waiting] if config.partial_rollout else []
     return Collected(kept[:wanted], resume, ended, dict(counts), time.perf_counter() - start)
 
@@ -333,11 +381,19 @@ def evaluate(
     think: str,
     seed: int,
 ) -> list[list[Rollout]]:
-    """`samples` graded responses to every problem, in order, shared over ranks. The same random numbers every time."""
+    """`samples` graded responses to every problem, in order, shared over ranks. The same random
+    numbers every time.
+    """
     # Step -1 keeps the keys apart from those of training.
     groups = [new_group(p, p.index, seed=seed, step=-1, size=samples) for p in problems]
     mine = groups[distributed.rank() :: distributed.world_size()]
-    with tqdm(total=len(mine), desc="evaluation", unit="problem", leave=False, disable=distributed.rank() > 0) as progress:
+    with tqdm(
+        total=len(mine),
+        desc="evaluation",
+        unit="problem",
+        leave=False,
+        disable=distributed.rank() > 0,
+    ) as progress:
         sample_groups(
             sampler,
             grader,

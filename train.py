@@ -1,4 +1,5 @@
-"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`: `python train.py --help`.
+"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`: `python train.py
+--help`.
 
 One step, in the order of the method:
 
@@ -12,16 +13,16 @@ One step, in the order of the method:
                 surrogate, once the critic is warm
     8 books     metrics, samples, checkpoint, evaluation
 
-The scalars of a step are held whole on every rank, so statistics and denominators are global without a collective;
-only model forwards and backwards are shared out.
+The scalars of a step are held whole on every rank, so statistics and denominators are global
+without a collective; only model forwards and backwards are shared out.
 """
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,19 @@ import distributed
 import losses
 import rollout
 from config import ROOT, Config, ConfigError, parse
-from data import Batch, DataOrder, MicroBatch, Problem, Rollout, load_problems, load_tokenizer
-from data import pack, partition, stop_ids, to_batch
+from data import (
+    Batch,
+    DataOrder,
+    MicroBatch,
+    Problem,
+    Rollout,
+    load_problems,
+    load_tokenizer,
+    pack,
+    partition,
+    stop_ids,
+    to_batch,
+)
 from distributed import print0
 from model import Transformer, local_folder
 from verify import Verifier
@@ -53,7 +65,9 @@ OBJECTIVE_OPTIONS = (
 
 @dataclass
 class State:
-    """Everything a run carries from one step to the next. Models are float32 masters, sharded when ranks are many."""
+    """Everything a run carries from one step to the next. Models are float32 masters, sharded when
+    ranks are many.
+    """
 
     policy: Transformer
     optimizer: torch.optim.Optimizer
@@ -85,26 +99,39 @@ class Run:
 
 
 def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
-    """Check everything that can be wrong before anything is sampled, then build or resume models and optimizers."""
+    """Check everything that can be wrong before anything is sampled, then build or resume models
+    and optimizers.
+    """
     row = losses.ALGORITHMS[config.algorithm]
     start = local_folder(config.model)
     tokenizer = load_tokenizer(start)
-    read = lambda path: load_problems(path, tokenizer, config.max_prompt_tokens, config.prompt_key, config.label_key)  # noqa: E731
+    read = lambda path: load_problems(
+        path, tokenizer, config.max_prompt_tokens, config.prompt_key, config.label_key
+    )
     problems, dropped = read(config.data)
     eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
     if dropped + eval_dropped:
-        print0(f"dropped {dropped} training and {eval_dropped} held-out prompts above {config.max_prompt_tokens} tokens")
+        print0(
+            f"dropped {dropped} training and {eval_dropped} held-out prompts above "
+            f"{config.max_prompt_tokens} tokens"
+        )
     if config.think == "auto" and all(p.prompt.rstrip().endswith("<think>") for p in problems):
-        config.think = "require"  # the template opened the thinking: an unfinished thought must not pay
+        config.think = (
+            "require"  # the template opened the thinking: an unfinished thought must not pay
+        )
     folder = open_run_directory(config)
     checkpoint = newest_checkpoint(folder) if config.resume else None
 
     compute_dtype = DTYPES[config.dtype]
-    policy = Transformer.from_pretrained(checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype)
+    policy = Transformer.from_pretrained(
+        checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype
+    )
     policy = prepare(policy, device, config)
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
-    state = State(policy, adamw(policy, config.lr, config), sampler, DataOrder(len(problems), config.seed))
+    state = State(
+        policy, adamw(policy, config.lr, config), sampler, DataOrder(len(problems), config.seed)
+    )
     if row.critic:
         from critic import Critic
 
@@ -115,7 +142,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         state.critic = prepare(critic, device, config)
         state.critic_optimizer = adamw(state.critic, config.critic_lr, config)
     if config.kl_coef:
-        state.reference = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
+        state.reference = (
+            Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
+        )
     if checkpoint:
         load_state(state, checkpoint / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
@@ -133,7 +162,7 @@ def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> tor
 
 def adamw(model: torch.nn.Module, lr: float, config: Config) -> torch.optim.AdamW:
     """AdamW with float32 state; norms, biases and the value head keep away from weight decay."""
-    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name  # noqa: E731
+    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if decayed(n, p)], "weight_decay": config.weight_decay},
@@ -145,13 +174,19 @@ def adamw(model: torch.nn.Module, lr: float, config: Config) -> torch.optim.Adam
 
 def open_run_directory(config: Config) -> Path:
     """Create the run directory, or find it again with --resume; never write into another run."""
-    name = config.output_dir or str(ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}")
+    name = config.output_dir or str(
+        ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
+    )
     (folder,) = set(distributed.gather([name] if distributed.rank() == 0 else []))
     folder = Path(folder)
     if (folder / "config.json").exists() and not config.resume:
-        raise ConfigError(f"--output-dir {folder} already holds a run; add --resume or choose another directory.")
+        raise ConfigError(
+            f"--output-dir {folder} already holds a run; add --resume or choose another directory."
+        )
     if config.resume and newest_checkpoint(folder) is None:
-        raise ConfigError(f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there.")
+        raise ConfigError(
+            f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there."
+        )
     distributed.barrier()  # every rank has looked before one writes
     if distributed.rank() == 0:
         try:
@@ -171,7 +206,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def save_checkpoint(run: Run, state: State) -> None:
-    """Write checkpoints/step_N/{policy,critic,trainer_state} under a temporary name, then rename; drop old ones."""
+    """Write checkpoints/step_N/{policy,critic,trainer_state} under a temporary name, then rename;
+    drop old ones.
+    """
     final = run.folder / "checkpoints" / f"step_{state.step:06d}"
     if final.exists():
         return
@@ -186,13 +223,17 @@ def save_checkpoint(run: Run, state: State) -> None:
         "weight_version": state.sampler.weight_version,
         "drawn": state.order.drawn,
         "optimizer": distributed.optimizer_state(state.policy, state.optimizer),
-        "buffer": [[asdict(r) | {"problem": r.problem.index} for r in group] for group in state.buffer],
+        "buffer": [
+            [asdict(r) | {"problem": r.problem.index} for r in group] for group in state.buffer
+        ],
     }
     if state.critic is not None:
         weights = distributed.full_state(state.critic)
         if distributed.rank() == 0:
             state.critic.save_pretrained(scratch / "critic", state_dict=weights)
-        books["critic_optimizer"] = distributed.optimizer_state(state.critic, state.critic_optimizer)
+        books["critic_optimizer"] = distributed.optimizer_state(
+            state.critic, state.critic_optimizer
+        )
     if distributed.rank() == 0:
         torch.save(books, scratch / "trainer_state")
         scratch.rename(final)
@@ -203,7 +244,9 @@ def save_checkpoint(run: Run, state: State) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a good name."""
+    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a
+    good name.
+    """
     shutil.rmtree(folder.rename(folder.with_name("tmp_" + folder.name)))
 
 
@@ -214,8 +257,13 @@ def load_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
     state.sampler.weight_version, state.order.drawn = books["weight_version"], books["drawn"]
     distributed.load_optimizer_state(state.policy, state.optimizer, books["optimizer"])
     if state.critic is not None:
-        distributed.load_optimizer_state(state.critic, state.critic_optimizer, books["critic_optimizer"])
-    state.buffer = [[Rollout(**r | {"problem": problems[r["problem"]]}) for r in group] for group in books["buffer"]]
+        distributed.load_optimizer_state(
+            state.critic, state.critic_optimizer, books["critic_optimizer"]
+        )
+    state.buffer = [
+        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
+        for group in books["buffer"]
+    ]
 
 
 # ---- one step
@@ -238,7 +286,9 @@ def train_step(run: Run, state: State) -> dict[str, float]:
         if state.critic is not None:
             with clock("score_critic"):
                 values = score_critic(state.critic, batch, config)
-        advantages, returns = compute_advantages(run, batch, token_rewards, raw_token_rewards, values)
+        advantages, returns = compute_advantages(
+            run, batch, token_rewards, raw_token_rewards, values
+        )
         if state.critic is not None:
             with clock("update_critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
@@ -254,7 +304,9 @@ def train_step(run: Run, state: State) -> dict[str, float]:
 
 
 def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """(actor, critic) token rewards (N, T): raw + overlong penalty, and raw alone, on the last token of each response."""
+    """(actor, critic) token rewards (N, T): raw + overlong penalty, and raw alone, on the last
+    token of each response.
+    """
     penalty = losses.overlong_penalty(
         batch.response_lengths,
         config.max_response_tokens,
@@ -264,30 +316,45 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     for r, p in zip(batch.rollouts, penalty.tolist(), strict=True):
         r.overlong_penalty = p
     last = (batch.response_lengths - 1)[:, None]
-    on_last = lambda reward: torch.zeros_like(batch.rollout_logprobs).scatter(1, last, reward[:, None])  # noqa: E731
+    on_last = lambda reward: torch.zeros_like(batch.rollout_logprobs).scatter(
+        1, last, reward[:, None]
+    )
     return on_last(batch.rewards + penalty), on_last(batch.rewards)
 
 
-def micro_batches(batch: Batch, config: Config, rows: Sequence[int] | None = None) -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: Batch, config: Config, rows: Sequence[int] | None = None
+) -> Iterator[MicroBatch]:
     """This rank's share of the given rows of the batch (default: all), packed."""
     rows = range(len(batch.rollouts)) if rows is None else rows
-    costs = [len(batch.rollouts[i].problem.prompt_ids) + len(batch.rollouts[i].response_ids) for i in rows]
+    costs = [
+        len(batch.rollouts[i].problem.prompt_ids) + len(batch.rollouts[i].response_ids)
+        for i in rows
+    ]
     shares = partition(costs, config.max_tokens_per_micro_batch, distributed.world_size())
     for share in shares[distributed.rank()]:
         yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)
 
 
 def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
-    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of (almost) equal size."""
+    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
+    (almost) equal size.
+    """
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
         rows = torch.randperm(len(batch.rollouts), generator=generator)
-        yield from (part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part))
+        yield from (
+            part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
+        )
 
 
-def forward_policy(policy: Transformer, mb: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def forward_policy(
+    policy: Transformer, mb: MicroBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (R, T) of a micro-batch, zero outside its mask."""
-    logprobs, entropy = policy(mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, temperature)
+    logprobs, entropy = policy(
+        mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, temperature
+    )
     return mb.unpack(logprobs), mb.unpack(entropy)
 
 
@@ -330,20 +397,32 @@ def compute_advantages(
 
 
 def loss_mask(batch: Batch, config: Config) -> Tensor:
-    """(N, T) tokens that train the policy: all of a response, none of a truncated one under --overlong-filter."""
-    return batch.response_mask & ~batch.truncated[:, None] if config.overlong_filter else batch.response_mask
+    """(N, T) tokens that train the policy: all of a response, none of a truncated one under
+    --overlong-filter.
+    """
+    return (
+        batch.response_mask & ~batch.truncated[:, None]
+        if config.overlong_filter
+        else batch.response_mask
+    )
 
 
-def update_critic(run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor) -> dict[str, float]:
+def update_critic(
+    run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor
+) -> dict[str, float]:
     """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
     from critic import audit
     from critic import values as critic_values
 
     config, sums = run.config, Sums()
     mask = batch.response_mask
-    for rows in minibatches(batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step):
+    for rows in minibatches(
+        batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step
+    ):
         warm = state.critic_steps < config.critic_lr_warmup_steps
-        lr = config.critic_lr * (state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0)
+        lr = config.critic_lr * (
+            state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0
+        )
         weights = row_weights("token-mean", batch, mask, rows)
         for mb in micro_batches(batch, config, rows):
             width = mb.mask.shape[1]
@@ -367,7 +446,9 @@ def update_critic(run: Run, state: State, batch: Batch, old_values: Tensor, retu
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
-def update_policy(run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor) -> dict[str, float]:
+def update_policy(
+    run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor
+) -> dict[str, float]:
     """The surrogate objective; then the sampler gets the new weights."""
     config, sums = run.config, Sums()
     mask = loss_mask(batch, config)
@@ -380,7 +461,9 @@ def update_policy(run: Run, state: State, batch: Batch, advantages: Tensor, old_
     if state.reference is not None:
         ref_logprobs, _ = score_policy(state.reference, batch, config)
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
-        coefficients = row_weights(config.aggregation, batch, mask, rows, config.max_response_tokens)
+        coefficients = row_weights(
+            config.aggregation, batch, mask, rows, config.max_response_tokens
+        )
         for mb in micro_batches(batch, config, rows):
             cells = mb.rows, slice(mb.mask.shape[1])
             logprobs, entropy = forward_policy(state.policy, mb, config.temperature)
@@ -403,24 +486,40 @@ def update_policy(run: Run, state: State, batch: Batch, advantages: Tensor, old_
         sums.add_optimizer_step(optimizer_step(state.policy, state.optimizer, config.lr, config))
     distributed.copy_weights(state.policy, state.sampler.model)
     state.sampler.weight_version += 1
-    metrics = sums.means() | {name: float(a / b) for name, (a, b) in weight_parts.items()} | {"lr": config.lr}
+    metrics = (
+        sums.means()
+        | {name: float(a / b) for name, (a, b) in weight_parts.items()}
+        | {"lr": config.lr}
+    )
     return {f"policy/{name}": value for name, value in metrics.items()}
 
 
-def row_weights(mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None) -> Tensor:
-    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the others."""
+def row_weights(
+    mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None
+) -> Tensor:
+    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the
+    others.
+    """
     counts = mask.sum(1)
     chosen = torch.zeros_like(counts, dtype=torch.bool)
     chosen[rows] = True
-    kept = chosen & (counts > 0)  # a response without a trained token (overlong filter) leaves every count
-    return losses.aggregation_weights(mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept)
+    kept = chosen & (
+        counts > 0
+    )  # a response without a trained token (overlong filter) leaves every count
+    return losses.aggregation_weights(
+        mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
+    )
 
 
-def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, config: Config) -> float:
+def optimizer_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, config: Config
+) -> float:
     """Clip, step, clear; returns the gradient norm before clipping."""
     norm = distributed.grad_norm(model, config.max_grad_norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient norm is {norm}; the weights were left as they were.")
+        raise FloatingPointError(
+            f"the gradient norm is {norm}; the weights were left as they were."
+        )
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -428,20 +527,31 @@ def optimizer_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr:
     return norm
 
 
-def check_finite(name: str, loss: Tensor, parts: dict, run: Run, state: State, rollouts: list[Rollout]) -> None:
-    """Stop the run on a NaN or infinite loss or model output, and leave the rollouts behind it in a file."""
+def check_finite(
+    name: str, loss: Tensor, parts: dict, run: Run, state: State, rollouts: list[Rollout]
+) -> None:
+    """Stop the run on a NaN or infinite loss or model output, and leave the rollouts behind it in a
+    file.
+    """
     if math.isfinite(loss.item()) and not parts["nonfinite"][0]:
         return
     file = run.folder / f"nonfinite_step_{state.step + 1:06d}_rank{distributed.rank()}.jsonl"
-    file.write_text("".join(json.dumps(sample_row(state.step + 1, r, True)) + "\n" for r in rollouts))
-    raise FloatingPointError(f"the {name} is not finite in step {state.step + 1} (loss {loss.item()}); its rollouts are in {file}.")
+    file.write_text(
+        "".join(json.dumps(sample_row(state.step + 1, r, True)) + "\n" for r in rollouts)
+    )
+    raise FloatingPointError(
+        f"the {name} is not finite in step {state.step + 1} (loss {loss.item()}); "
+        f"its rollouts are in {file}."
+    )
 
 
 # ---- books
 
 
 class Sums:
-    """Metrics as sums of numerators and denominators over micro-batches, minibatches and ranks; never a mean of means."""
+    """Metrics as sums of numerators and denominators over micro-batches, minibatches and ranks;
+    never a mean of means.
+    """
 
     def __init__(self):
         self.pairs: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -453,7 +563,9 @@ class Sums:
             self.pairs[name][1] += float(denominator)
 
     def add_optimizer_step(self, grad_norm: float) -> None:
-        """Count one optimizer step, which all ranks take together: the divisor of the loss and of the norm."""
+        """Count one optimizer step, which all ranks take together: the divisor of the loss and of
+        the norm.
+        """
         share = 1 / distributed.world_size()
         self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
 
@@ -483,11 +595,16 @@ class Clock:
         tokens = sum(len(r.response_ids) for group in collected.finished for r in group)
         step = time.perf_counter() - self.start
         named = {f"perf/{phase}_s": s for phase, s in self.seconds.items()}
-        return named | {"perf/step_s": step, "perf/rollout_tokens_per_s": tokens / self.seconds["rollout"]}
+        return named | {
+            "perf/step_s": step,
+            "perf/rollout_tokens_per_s": tokens / self.seconds["rollout"],
+        }
 
 
 def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, float]:
-    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter the numbers."""
+    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
+    the numbers.
+    """
     ended = [r for group in collected.finished for r in group]
     kept = [r for group in collected.groups for r in group]
     count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
@@ -499,9 +616,15 @@ def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, f
         "groups_resumed": count["resumed"],
         "groups_surplus": count["surplus"],
         "rounds": count["rounds"],
-        "zero_variance_share": count["zero_variance"] / count["finished"] if count["finished"] else math.nan,
-        "all_right_share": count["all_right"] / count["finished"] if count["finished"] else math.nan,
-        "all_wrong_share": count["all_wrong"] / count["finished"] if count["finished"] else math.nan,
+        "zero_variance_share": count["zero_variance"] / count["finished"]
+        if count["finished"]
+        else math.nan,
+        "all_right_share": count["all_right"] / count["finished"]
+        if count["finished"]
+        else math.nan,
+        "all_wrong_share": count["all_wrong"] / count["finished"]
+        if count["finished"]
+        else math.nan,
         "reward_mean": mean([r.reward for r in ended]),
         "kept_reward_mean": mean([r.reward for r in kept]),
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
@@ -514,8 +637,12 @@ def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, f
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
-def score_metrics(batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor) -> dict[str, float]:
-    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained, overlong penalty."""
+def score_metrics(
+    batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
+) -> dict[str, float]:
+    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained,
+    overlong penalty.
+    """
     mask = batch.response_mask
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
@@ -523,7 +650,8 @@ def score_metrics(batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantage
         "policy/mismatch_max": float(gap.abs().max()),
         "policy/advantage_mean": float(advantages[mask].mean()),
         "policy/advantage_std": float(advantages[mask].std()),
-        "rollout/overlong_penalty_mean": sum(r.overlong_penalty for r in batch.rollouts) / len(batch.rollouts),
+        "rollout/overlong_penalty_mean": sum(r.overlong_penalty for r in batch.rollouts)
+        / len(batch.rollouts),
     }
 
 
@@ -552,12 +680,15 @@ def write_rollouts(run: Run, step: int, collected: rollout.Collected) -> None:
         return
     kept = {group[0].group for group in collected.groups}
     rows = [sample_row(step, r, r.group in kept) for group in collected.finished for r in group]
-    append(run.folder / "rollouts.jsonl", rows if run.config.log_samples < 0 else rows[: run.config.log_samples])
+    append(
+        run.folder / "rollouts.jsonl",
+        rows if run.config.log_samples < 0 else rows[: run.config.log_samples],
+    )
 
 
 def append(file: Path, rows: Sequence[dict]) -> None:
     """Append JSON lines; a NaN, which JSON does not have, becomes null."""
-    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v  # noqa: E731
+    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
     with open(file, "a", encoding="utf-8") as out:
         out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
 
@@ -565,12 +696,20 @@ def append(file: Path, rows: Sequence[dict]) -> None:
 def forget_after(file: Path, step: int) -> None:
     """Cut a JSONL file back to rows up to `step`: what a resumed run will write again."""
     if distributed.rank() == 0 and file.exists():
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-        file.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+        lines = [
+            line
+            for line in file.read_text(encoding="utf-8").splitlines(True)
+            if line.endswith("\n")
+        ]
+        file.write_text(
+            "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
+        )
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature: mean raw reward over all samples of all problems."""
+    """Held-out accuracy at the training temperature: mean raw reward over all samples of all
+    problems.
+    """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
         state.sampler,
@@ -593,15 +732,18 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
 
 def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) -> None:
     """One loud line for each way a run can be dead while its logs look alive."""
-    say = lambda sentence: print0(f"WARNING step {state.step}: {sentence}", file=sys.stderr)  # noqa: E731
+    say = lambda sentence: print0(f"WARNING step {state.step}: {sentence}", file=sys.stderr)
     if not metrics["rollout/groups_kept"]:
         say(
-            f"no group kept of {metrics['rollout/groups_finished']} sampled: every group was all right "
-            f"({metrics['rollout/all_right_share']:.0%}) or all wrong ({metrics['rollout/all_wrong_share']:.0%}), so "
-            "nothing was trained. Use problems of another difficulty, a larger --group-size or more --max-refills."
+            f"no group kept of {metrics['rollout/groups_finished']} sampled: every group was all "
+            f"right ({metrics['rollout/all_right_share']:.0%}) or all wrong "
+            f"({metrics['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
+            "another difficulty, a larger --group-size or more --max-refills."
         )
     if metrics["rollout/truncated_share"] == 1:
-        say("every response was cut off; raise --max-response-tokens or check the stop ids of the model.")
+        say(
+            "every response was cut off; raise --max-response-tokens or check the stop ids of the model."
+        )
     if state.critic_steps > 2 and metrics.get("critic/v_std", 1.0) < 1e-6:
         say(
             f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after {state.critic_steps} updates, "
@@ -617,7 +759,10 @@ def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) 
 def summary(step: int, steps: int, m: dict[str, float]) -> str:
     """The metrics of a step that fit one line."""
     parts = [f"step {step}/{steps}", f"reward {m['rollout/reward_mean']:.3f}"]
-    parts += [f"length {m['rollout/response_length_mean']:.0f}", f"zero-var {m['rollout/zero_variance_share']:.2f}"]
+    parts += [
+        f"length {m['rollout/response_length_mean']:.0f}",
+        f"zero-var {m['rollout/zero_variance_share']:.2f}",
+    ]
     if "policy/loss" in m:
         parts += [f"entropy {m['policy/entropy']:.3f}", f"grad {m['policy/grad_norm']:.2f}"]
     if "critic/loss" in m:
@@ -634,7 +779,9 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 def train(config: Config, device: torch.device) -> Path:
     """Run to `steps` (or to Ctrl-C) and return the run directory."""
     run, state = set_up(config, device)
-    print0(f"{config.algorithm}: {run.row.about}\n{len(run.problems)} problems, run directory {run.folder}")
+    print0(
+        f"{config.algorithm}: {run.row.about}\n{len(run.problems)} problems, run directory {run.folder}"
+    )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         forget_after(run.folder / name, state.step)
@@ -645,11 +792,18 @@ def train(config: Config, device: torch.device) -> Path:
             if distributed.rank() == 0:
                 append(metrics_file, [{"step": 0} | start])
         empty_steps = 0
-        progress = tqdm(total=config.steps, initial=state.step, desc=config.algorithm, disable=distributed.rank() > 0)
+        progress = tqdm(
+            total=config.steps,
+            initial=state.step,
+            desc=config.algorithm,
+            disable=distributed.rank() > 0,
+        )
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)
             last = state.step == config.steps
-            if run.eval_problems and (last or (config.eval_every and state.step % config.eval_every == 0)):
+            if run.eval_problems and (
+                last or (config.eval_every and state.step % config.eval_every == 0)
+            ):
                 metrics |= evaluate(run, state)
             if distributed.rank() == 0:
                 append(metrics_file, [{"step": state.step} | metrics])
@@ -660,7 +814,10 @@ def train(config: Config, device: torch.device) -> Path:
             if last or (config.save_every and state.step % config.save_every == 0):
                 save_checkpoint(run, state)
             if empty_steps == 3:
-                print0("stopped: three steps in a row kept no group, so the policy cannot learn from these problems.", file=sys.stderr)
+                print0(
+                    "stopped: three steps in a row kept no group, so the policy cannot learn from these problems.",
+                    file=sys.stderr,
+                )
                 break
         progress.close()
         save_checkpoint(run, state)
@@ -676,7 +833,9 @@ def stop_after_step(state: State) -> Iterator[None]:
         if state.stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         state.stop = True
-        print0("\nstopping after this step (Ctrl-C again to stop at once, losing it)", file=sys.stderr)
+        print0(
+            "\nstopping after this step (Ctrl-C again to stop at once, losing it)", file=sys.stderr
+        )
 
     previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -701,7 +860,9 @@ def report(run: Run, state: State) -> None:
 
 
 def draw_figures(folder: Path) -> None:
-    """Figures by diagnose.py in a process of its own: a missing matplotlib costs a line, not the run."""
+    """Figures by diagnose.py in a process of its own: a missing matplotlib costs a line, not the
+    run.
+    """
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

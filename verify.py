@@ -234,7 +234,7 @@ def verify(response, label, think="auto"):
 
 
 def serve():
-    """Answer [response, label, think, seconds] lines on stdin by [correct, reason, answer] lines."""
+    """Answer lines [response, label, think, seconds] on stdin by lines [correct, reason, answer]."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the trainer
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))

@@ -1,4 +1,6 @@
-"""Shared by all tests: the repository root on the path, one thread, a random tiny model with a tokenizer."""
+"""Shared by all tests: the repository root on the path, one thread, a random tiny model with a
+tokenizer.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def random_tiny_model(tmp_path_factory):
-    """Directory of an untrained Llama (hidden 32, 2 layers, 4 heads, init std 0.02) with the embedded tokenizer."""
+    """Directory of an untrained Llama (hidden 32, 2 layers, 4 heads, init std 0.02) with the
+    embedded tokenizer.
+    """
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("random-tiny")

@@ -31,14 +31,20 @@ def test_every_row_resolves_and_names_only_config_fields(name):
 def test_the_users_value_wins_over_the_rows_default():
     assert ALGORITHMS["justrl2"].defaults["clip_high"] == 0.28
     assert Config(algorithm="justrl2", clip_high=0.5).resolved(ALGORITHMS).clip_high == 0.5
-    assert Config(algorithm="ppo", whiten_advantages=False).resolved(ALGORITHMS).whiten_advantages is False
+    assert (
+        Config(algorithm="ppo", whiten_advantages=False).resolved(ALGORITHMS).whiten_advantages
+        is False
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         (dict(algorithm="grpoo"), ["--algorithm", "grpoo", "grpo, "]),
-        (dict(overlong_buffer_tokens=128), ["--overlong-buffer-tokens", "128", "max_response_tokens"]),
+        (
+            dict(overlong_buffer_tokens=128),
+            ["--overlong-buffer-tokens", "128", "max_response_tokens"],
+        ),
         (dict(algorithm="grpo", group_size=1), ["--group-size", "grpo", "critic"]),
         (dict(algorithm="justrl2", group_size=1), ["--dynamic-sampling", "--group-size"]),
         (dict(gae_lambda_k=0.0), ["--gae-lambda-k", "(0, 1]"]),

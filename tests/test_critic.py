@@ -16,8 +16,10 @@ LENGTHS = [(3, 5), (7, 1), (2, 9)]
 @pytest.fixture(scope="module")
 def rollouts():
     generator = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()  # noqa: E731
-    return [Rollout(Problem("", i, "", ids(p), ""), i, 0, 0, ids(r)) for i, (p, r) in enumerate(LENGTHS)]
+    ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()
+    return [
+        Rollout(Problem("", i, "", ids(p), ""), i, 0, 0, ids(r)) for i, (p, r) in enumerate(LENGTHS)
+    ]
 
 
 def test_v_is_the_bias_everywhere_at_the_start(random_tiny_model, rollouts):
@@ -31,16 +33,22 @@ def test_the_head_is_set_after_the_load_and_in_the_float32_master(random_tiny_mo
     # Known fault: a [1, D] head silently filled with row 0 of the LM head.
     critic = Critic.from_policy(random_tiny_model, bias=0.52, compute_dtype=torch.bfloat16)
     assert critic.value_head.weight.dtype == critic.value_head.bias.dtype == torch.float32
-    assert (critic.value_head.weight == 0).all() and critic.value_head.bias.item() == pytest.approx(0.52, abs=1e-7)
+    assert (critic.value_head.weight == 0).all() and critic.value_head.bias.item() == pytest.approx(
+        0.52, abs=1e-7
+    )
     assert all(p.dtype == torch.float32 for p in critic.parameters())
 
 
-def test_bc10_the_float32_bias_moves_by_one_learning_rate_under_bfloat16_compute(random_tiny_model, rollouts):
+def test_bc10_the_float32_bias_moves_by_one_learning_rate_under_bfloat16_compute(
+    random_tiny_model, rollouts
+):
     critic = Critic.from_policy(random_tiny_model, bias=0.52, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=5e-6, weight_decay=0.0)
     critic_module.values(critic, pack(rollouts, [0, 1, 2])).sum().backward()
     optimizer.step()
-    assert critic.value_head.bias.item() == pytest.approx(0.519995, abs=1e-7)  # a bfloat16 bias would stay at 0.5195
+    assert critic.value_head.bias.item() == pytest.approx(
+        0.519995, abs=1e-7
+    )  # a bfloat16 bias would stay at 0.5195
     assert critic.value_head.weight.abs().max().item() == pytest.approx(5e-6, rel=1e-2)
 
 
@@ -98,7 +106,9 @@ def test_audit_tells_a_perfect_a_constant_and_a_prompt_only_critic_apart():
     perfect = audit(returns, returns, mask, rewards, group_ids)
     assert perfect["explained_variance"] == 1 and perfect["end_auc"] == 1 and perfect["bias"] == 0
     constant = audit(torch.full_like(returns, 0.5), returns, mask, rewards, group_ids)
-    assert constant["v_std"] == 0 and constant["end_auc"] == 0.5 and math.isnan(constant["start_corr"])
+    assert (
+        constant["v_std"] == 0 and constant["end_auc"] == 0.5 and math.isnan(constant["start_corr"])
+    )
     assert abs(constant["explained_variance"]) < 1e-9
     prompt_only = audit(pass_rates[:, None].expand_as(returns), returns, mask, rewards, group_ids)
     assert prompt_only["start_corr"] == pytest.approx(1) and prompt_only["end_auc"] == 0.5

@@ -29,7 +29,9 @@ def tokenizer(random_tiny_model):
 def rollout(prompt, response, finish="stop", group=0, j=0, reward=0.0):
     problem = Problem("p", 0, "", prompt, "1")
     logprobs = [-0.5] * len(response)
-    return Rollout(problem, group, j, 0, response, logprobs, [0] * len(response), finish, reward=reward)
+    return Rollout(
+        problem, group, j, 0, response, logprobs, [0] * len(response), finish, reward=reward
+    )
 
 
 def write(path, *rows):

@@ -1,4 +1,4 @@
-"""Several processes (gloo, CPU) give the one-process run: same tokens, losses, gradients, weights."""
+"""Several processes (gloo, CPU) give the one-process run: tokens, losses, gradients, weights."""
 
 import json
 import subprocess
@@ -10,14 +10,23 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
-FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --steps 2 --num-critic-only-steps 1 "
-FLAGS += "--no-dynamic-sampling --lr 1e-5 --critic-lr 1e-5 --critic-lr-warmup-steps 0 --log-samples -1 --save-every 0 "
+FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --no-dynamic-sampling "
+FLAGS += (
+    "--steps 2 --num-critic-only-steps 1 --lr 1e-5 --critic-lr 1e-5 --critic-lr-warmup-steps 0 "
+)
+FLAGS += "--log-samples -1 --save-every 0 "
 FLAGS += "--max-tokens-per-micro-batch 300 --eval-data "
 
 
 def start(folder, nproc, *flags):
     command = [sys.executable, "train.py", "--output-dir", str(folder), *FLAGS.split(), "", *flags]
-    return subprocess.Popen([*command, f"--nproc={nproc}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [*command, f"--nproc={nproc}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process):
@@ -41,7 +50,10 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_ranks_sample_the_same_tokens(folders, nproc):
     keys = ("step", "problem_id", "sample_index", "response_ids", "reward")
-    rows = [[{k: row[k] for k in keys} for row in read(folders[n], "rollouts.jsonl")] for n in (1, nproc)]
+    rows = [
+        [{k: row[k] for k in keys} for row in read(folders[n], "rollouts.jsonl")]
+        for n in (1, nproc)
+    ]
     assert rows[0] == rows[1]
 
 
@@ -53,7 +65,10 @@ def test_s1_ranks_change_no_loss_gradient_or_weight(folders, nproc):
             if isinstance(value, float) and "perf/" not in name and "mismatch" not in name:
                 assert many[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (one["step"], name)
     for part in ("policy", "critic"):
-        a, b = (load_file(folders[n] / "checkpoints/step_000002" / part / "model.safetensors") for n in (1, nproc))
+        a, b = (
+            load_file(folders[n] / "checkpoints/step_000002" / part / "model.safetensors")
+            for n in (1, nproc)
+        )
         assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
 
 
@@ -63,7 +78,11 @@ def test_a_run_of_two_ranks_resumes_on_one(folders):
     assert [row["step"] for row in rows] == [1, 2, 3]
     one = folders[1]
     finish(start(one, 1, "--steps", "3", "--resume"))
-    assert read(one, "metrics.jsonl")[2]["policy/loss"] == pytest.approx(rows[2]["policy/loss"], abs=1e-5)
-    a, b = (load_file(f / "checkpoints/step_000003/policy/model.safetensors") for f in (one, folders[2]))
+    assert read(one, "metrics.jsonl")[2]["policy/loss"] == pytest.approx(
+        rows[2]["policy/loss"], abs=1e-5
+    )
+    a, b = (
+        load_file(f / "checkpoints/step_000003/policy/model.safetensors") for f in (one, folders[2])
+    )
     assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-6
     assert torch.isfinite(torch.cat([w.flatten() for w in a.values()])).all()

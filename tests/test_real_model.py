@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct, when `make real-model` has fetched it: log-probs on a real chat prompt equal `transformers`."""
+"""SmolLM2-135M-Instruct, when `make real-model` has fetched it: log-probs on a real chat prompt
+equal `transformers`.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from train import forward_policy
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "runs" / "smollm2-135m"
-pytestmark = pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(), reason="run `make real-model` first")
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "model.safetensors").exists(), reason="run `make real-model` first"
+)
 
 
 def test_logprobs_on_a_real_chat_prompt_equal_transformers():

@@ -21,7 +21,9 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7
 def model(random_tiny_model):
     model = Transformer.from_pretrained(random_tiny_model).requires_grad_(False)
     with torch.no_grad():
-        model.head_weight.mul_(60)  # init std 0.02 would be uniform: make the distribution one with shape
+        model.head_weight.mul_(
+            60
+        )  # init std 0.02 would be uniform: make the distribution one with shape
     return model
 
 
@@ -35,7 +37,10 @@ def tokens(rollouts):
 def test_uniforms_are_splitmix_of_key_and_counter():
     key = response_key(1, 2, 3, 4)
     got = uniforms(torch.tensor([key] * 3), torch.tensor([0, 1, 1000]))
-    exact = [(mix((key + (t + 1) * rollout.GOLDEN) & rollout.MASK64) >> 12) * 2.0**-52 for t in (0, 1, 1000)]
+    exact = [
+        (mix((key + (t + 1) * rollout.GOLDEN) & rollout.MASK64) >> 12) * 2.0**-52
+        for t in (0, 1, 1000)
+    ]
     assert got.tolist() == exact
     # Published first outputs of SplitMix64 with seed 0.
     assert mix(rollout.GOLDEN) == 0xE220A8397B1DCDAF
@@ -43,7 +48,9 @@ def test_uniforms_are_splitmix_of_key_and_counter():
 
 
 def test_every_part_of_the_key_matters():
-    keys = {response_key(*(v if i == k else 5 for i in range(4))) for k in range(4) for v in (-1, 6, 7)}
+    keys = {
+        response_key(*(v if i == k else 5 for i in range(4))) for k in range(4) for v in (-1, 6, 7)
+    }
     assert len(keys) == 12
 
 
@@ -72,8 +79,12 @@ def test_draw_never_takes_a_token_of_probability_zero():
 def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_slots(model):
     for temperature in (0.7, 1.0, 1.6):
         sampler = Sampler(model, eos_ids=[2, 3, 4], slots=3)
-        rollouts = sampler.generate(PROMPTS, n=4, max_new_tokens=24, temperature=temperature, seed=1)
-        assert len({len(r.response_ids) for r in rollouts}) > 3  # ragged, so slots were reused at odd times
+        rollouts = sampler.generate(
+            PROMPTS, n=4, max_new_tokens=24, temperature=temperature, seed=1
+        )
+        assert (
+            len({len(r.response_ids) for r in rollouts}) > 3
+        )  # ragged, so slots were reused at odd times
         mb = pack(rollouts, range(len(rollouts)))
         with torch.no_grad():
             logprobs, _ = forward_policy(model, mb, temperature)
@@ -82,9 +93,18 @@ def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_sl
 
 
 def test_samples_do_not_depend_on_slots_order_or_company(model):
-    wanted = tokens(Sampler(model, [2, 3], slots=16).generate(PROMPTS, n=3, max_new_tokens=20, seed=5))
+    wanted = tokens(
+        Sampler(model, [2, 3], slots=16).generate(PROMPTS, n=3, max_new_tokens=20, seed=5)
+    )
     for slots in (1, 2, 5):
-        assert tokens(Sampler(model, [2, 3], slots=slots).generate(PROMPTS, n=3, max_new_tokens=20, seed=5)) == wanted
+        assert (
+            tokens(
+                Sampler(model, [2, 3], slots=slots).generate(
+                    PROMPTS, n=3, max_new_tokens=20, seed=5
+                )
+            )
+            == wanted
+        )
     alone = Sampler(model, [2, 3], slots=4).generate(PROMPTS[:1], n=2, max_new_tokens=20, seed=5)
     assert tokens(alone) == wanted[:2]
     other = Sampler(model, [2, 3], slots=16).generate(PROMPTS, n=3, max_new_tokens=20, seed=6)
@@ -96,7 +116,10 @@ def test_an_interrupted_response_goes_on_as_if_nothing_had_happened(model):
     wanted = sampler.generate(PROMPTS, n=3, max_new_tokens=20, seed=5)
     rollouts = []
     for p, ids in enumerate(PROMPTS):
-        rollouts += [rollout.Rollout(Problem("", p, "", ids, ""), p, j, response_key(5, 0, p, j)) for j in range(3)]
+        rollouts += [
+            rollout.Rollout(Problem("", p, "", ids, ""), p, j, response_key(5, 0, p, j))
+            for j in range(3)
+        ]
     rounds = 0
     while any(not r.finished for r in rollouts):
         sampler.run(rollouts, 20, 1.0, on_finish=lambda r: True)  # stop at the first that ends
@@ -114,10 +137,14 @@ def test_s3_greedy_tokens_equal_transformers_one_at_a_time(model, tmp_path):
     got = Sampler(model, eos_ids=[2], slots=3).generate(PROMPTS, max_new_tokens=16, temperature=0)
     for prompt, r in zip(PROMPTS, got, strict=True):
         ids = torch.tensor([prompt])
-        out = oracle.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=0)
+        out = oracle.generate(
+            ids, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
         assert r.response_ids == out[0, len(prompt) :].tolist()
         logits = oracle(torch.tensor([prompt + r.response_ids])).logits[0, len(prompt) - 1 : -1]
-        scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
+        scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(r.response_ids)[:, None])[
+            :, 0
+        ]
         assert r.rollout_logprobs == pytest.approx(scored.tolist(), abs=1e-4)
 
 
@@ -152,7 +179,9 @@ def test_bc07a_a_group_has_signal_only_if_rewards_differ():
 
 
 class LengthGrader:
-    """Right if the response has an even number of tokens: mixed groups, and independent of any text."""
+    """Right if the response has an even number of tokens: mixed groups, and independent of any
+    text.
+    """
 
     def __init__(self, verdict=lambda n: n % 2 == 0):
         self.verdict, self.graded = verdict, 0
@@ -172,8 +201,9 @@ class WordTokenizer:
 
 def collect_config(**changes):
     fields = dict(
-        prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3, dynamic_sampling=True, seed=0,
-        max_response_tokens=24, temperature=1.0, think="auto", partial_rollout=False,
+        prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3,
+        dynamic_sampling=True, seed=0, max_response_tokens=24, temperature=1.0,
+        think="auto", partial_rollout=False,
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
@@ -215,32 +245,43 @@ def test_without_dynamic_sampling_every_group_is_kept(model):
 
 def test_surplus_is_aborted_and_resumed_without_losing_a_token(model):
     order = DataOrder(len(PROBLEMS), 0)
-    options = dict(over_sampling=2.0, dynamic_sampling=False, partial_rollout=True, prompts_per_step=2)
+    options = dict(
+        over_sampling=2.0, dynamic_sampling=False, partial_rollout=True, prompts_per_step=2
+    )
     first = run_collect(model, LengthGrader(), order=order, **options)
     assert len(first.groups) == 2 and first.counts["aborted"] >= 1
     aborted = first.unfinished
     before = {(r.group, r.sample_index): list(r.response_ids) for group in aborted for r in group}
     assert any(before.values())
     second = run_collect(model, LengthGrader(), buffer=aborted, step=1, order=order, **options)
-    resumed = [r for group in [*second.finished, *second.unfinished] for r in group if (r.group, r.sample_index) in before]
+    resumed = [
+        r
+        for group in [*second.finished, *second.unfinished]
+        for r in group
+        if (r.group, r.sample_index) in before
+    ]
     assert len(resumed) == len(before)
     for r in resumed:
         start = before[r.group, r.sample_index]
         assert r.response_ids[: len(start)] == start and len(r.response_ids) <= 24
     # The draw is that of the step in which the response began.
-    whole = run_collect(model, LengthGrader(), over_sampling=1.0, dynamic_sampling=False, prompts_per_step=4)
+    whole = run_collect(
+        model, LengthGrader(), over_sampling=1.0, dynamic_sampling=False, prompts_per_step=4
+    )
     wanted = {(r.group, r.sample_index): r.response_ids for group in whole.groups for r in group}
     for r in resumed:
         assert not r.finished or r.response_ids == wanted[r.group, r.sample_index]
 
 
 def test_without_partial_rollout_the_surplus_is_dropped(model):
-    collected = run_collect(model, LengthGrader(), over_sampling=2.0, dynamic_sampling=False, prompts_per_step=2)
+    collected = run_collect(
+        model, LengthGrader(), over_sampling=2.0, dynamic_sampling=False, prompts_per_step=2
+    )
     assert collected.counts["aborted"] >= 1 and collected.unfinished == []
 
 
 def test_evaluation_is_the_same_every_time_and_in_order(model):
-    run = lambda slots: rollout.evaluate(  # noqa: E731
+    run = lambda slots: rollout.evaluate(
         Sampler(model, [2, 3, 4], slots=slots, tokenizer=WordTokenizer()), LengthGrader(), PROBLEMS,
         samples=3, max_new_tokens=24, temperature=1.0, think="auto", seed=0,
     )  # fmt: skip

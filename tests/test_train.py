@@ -1,4 +1,4 @@
-"""train.py end to end, on an untrained model (RTM) with a stand-in grader, and on the embedded one."""
+"""train.py end to end: an untrained model (RTM) with a stand-in grader, and the embedded one."""
 
 import json
 import os
@@ -21,7 +21,9 @@ SMALL = "--prompts-per-step 3 --group-size 4 --max-response-tokens 16 --log-samp
 
 
 class HashGrader:
-    """About half of all responses are right, whatever the model says: mixed groups from an untrained model."""
+    """About half of all responses are right, whatever the model says: mixed groups from an
+    untrained model.
+    """
 
     def __init__(self, num_workers, timeout_s):
         pass
@@ -58,7 +60,10 @@ def run(folder, *flags, model=None):
 
 
 def metrics(folder):
-    return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    return {
+        row["step"]: row
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    }
 
 
 def weights(folder, step, part="policy"):
@@ -77,8 +82,8 @@ def largest_difference(a, b):
 
 
 def test_bc10_the_critic_trains_while_the_policy_waits(random_tiny_model, tmp_path, mixed_rewards):
-    flags = "--steps 4 --num-critic-only-steps 3 --critic-lr 5e-6 --critic-lr-warmup-steps 0 --weight-decay 0 "
-    flags += "--critic-value-bias-init 0.52 --save-every 1 --keep-checkpoints 0"
+    flags = "--steps 4 --num-critic-only-steps 3 --critic-lr 5e-6 --critic-lr-warmup-steps 0 "
+    flags += "--weight-decay 0 --critic-value-bias-init 0.52 --save-every 1 --keep-checkpoints 0"
     rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     start = load_file(random_tiny_model / "model.safetensors")
     critics = [weights(tmp_path / "r", step, "critic") for step in (1, 2, 3, 4)]
@@ -94,20 +99,26 @@ def test_bc10_the_critic_trains_while_the_policy_waits(random_tiny_model, tmp_pa
     assert "policy/loss" not in rows[3] and "policy/loss" in rows[4]
 
 
-def test_first_critic_step_of_a_warm_up_has_learning_rate_zero(random_tiny_model, tmp_path, mixed_rewards):
+def test_first_critic_step_of_a_warm_up_has_learning_rate_zero(
+    random_tiny_model, tmp_path, mixed_rewards
+):
     flags = "--steps 3 --num-critic-only-steps 1 --critic-lr 1e-3 --critic-lr-warmup-steps 2"
     rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert [rows[s]["critic/lr"] for s in (1, 2, 3)] == [0, 5e-4, 1e-3]
 
 
-def test_a_critic_that_does_not_move_is_said_loudly(random_tiny_model, tmp_path, mixed_rewards, capsys):
+def test_a_critic_that_does_not_move_is_said_loudly(
+    random_tiny_model, tmp_path, mixed_rewards, capsys
+):
     flags = "--steps 4 --num-critic-only-steps 1 --critic-lr 0"
     run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert "critic is dead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "justrl2"])
-def test_on_policy_the_first_ratio_is_one_and_sampler_equals_trainer(algorithm, random_tiny_model, tmp_path, mixed_rewards):
+def test_on_policy_the_first_ratio_is_one_and_sampler_equals_trainer(
+    algorithm, random_tiny_model, tmp_path, mixed_rewards
+):
     flags = f"--steps 2 --algorithm {algorithm} --num-critic-only-steps 0 --temperature 0.7"
     for row in run(tmp_path / "r", *flags.split(), model=random_tiny_model).values():
         assert abs(row["policy/ratio"] - 1) < 1e-6 and abs(row["policy/approx_kl"]) < 1e-6
@@ -123,11 +134,14 @@ def test_several_updates_per_step_leave_the_old_policy(random_tiny_model, tmp_pa
 
 @pytest.mark.parametrize("algorithm", ["grpo", "justrl2"])
 def test_bc05_micro_batches_change_nothing(algorithm, random_tiny_model, tmp_path, mixed_rewards):
-    flags = f"--steps 1 --algorithm {algorithm} --num-critic-only-steps 0 --critic-lr-warmup-steps 0 --lr 1e-4 --critic-lr 1e-4"
+    flags = f"--steps 1 --algorithm {algorithm} --num-critic-only-steps 0 "
+    flags += "--critic-lr-warmup-steps 0 --lr 1e-4 --critic-lr 1e-4"
     results = []
     for budget in (1, 60, 100_000):
         folder = tmp_path / str(budget)
-        (row,) = run(folder, *flags.split(), "--max-tokens-per-micro-batch", budget, model=random_tiny_model).values()
+        (row,) = run(
+            folder, *flags.split(), "--max-tokens-per-micro-batch", budget, model=random_tiny_model
+        ).values()
         results.append((row, folder))
     for row, folder in results[1:]:
         for name in ("policy/grad_norm", "policy/loss", "critic/grad_norm", "critic/loss"):
@@ -135,16 +149,36 @@ def test_bc05_micro_batches_change_nothing(algorithm, random_tiny_model, tmp_pat
                 assert row[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-7), name
         assert largest_difference(weights(folder, 1), weights(results[0][1], 1)) < 1e-6
         if algorithm == "justrl2":
-            assert largest_difference(weights(folder, 1, "critic"), weights(results[0][1], 1, "critic")) < 1e-6
+            assert (
+                largest_difference(
+                    weights(folder, 1, "critic"), weights(results[0][1], 1, "critic")
+                )
+                < 1e-6
+            )
 
 
-def test_overlong_penalty_reaches_the_actor_and_never_the_critic(random_tiny_model, tmp_path, mixed_rewards, monkeypatch):
+def test_overlong_penalty_reaches_the_actor_and_never_the_critic(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch
+):
     seen = []
     shape = train.shape_rewards
-    monkeypatch.setattr(train, "shape_rewards", lambda *a: seen.append((a[0], *shape(*a))) or seen[-1][1:])
-    run(tmp_path / "r", "--steps", 1, "--num-critic-only-steps", 0, "--overlong-buffer-tokens", 8, model=random_tiny_model)
+    monkeypatch.setattr(
+        train, "shape_rewards", lambda *a: seen.append((a[0], *shape(*a))) or seen[-1][1:]
+    )
+    run(
+        tmp_path / "r",
+        "--steps",
+        1,
+        "--num-critic-only-steps",
+        0,
+        "--overlong-buffer-tokens",
+        8,
+        model=random_tiny_model,
+    )
     batch, actor, raw = seen[0]
-    penalty = torch.tensor([min(0.0, max(-1.0, (8 - n) / 8)) for n in batch.response_lengths.tolist()])
+    penalty = torch.tensor(
+        [min(0.0, max(-1.0, (8 - n) / 8)) for n in batch.response_lengths.tolist()]
+    )
     assert torch.allclose(actor.sum(1), batch.rewards + penalty) and penalty.min() < 0
     assert torch.equal(raw.sum(1), batch.rewards)
     last = batch.response_lengths - 1
@@ -172,7 +206,8 @@ def test_bc07c_a_sampler_that_can_never_fill_ends_and_says_so(random_tiny_model,
 
 
 def test_bc14_three_steps_and_resume_equal_six_steps(random_tiny_model, tmp_path, mixed_rewards):
-    flags = "--num-critic-only-steps 2 --over-sampling 2 --partial-rollout --slots 10 --lr 1e-3 --critic-lr 1e-3 --save-every 3"
+    flags = "--num-critic-only-steps 2 --over-sampling 2 --partial-rollout --slots 10 "
+    flags += "--lr 1e-3 --critic-lr 1e-3 --save-every 3"
     whole = run(tmp_path / "a", "--steps", 6, *flags.split(), model=random_tiny_model)
     run(tmp_path / "b", "--steps", 3, *flags.split(), model=random_tiny_model)
     resumed = run(tmp_path / "b", "--steps", 6, "--resume", *flags.split(), model=random_tiny_model)
@@ -193,19 +228,48 @@ def test_bc14_a_policy_without_its_critic_is_an_error(random_tiny_model, tmp_pat
     critic = tmp_path / "r/checkpoints/step_000002/critic"
     critic.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit, match="without its critic"):
-        run(tmp_path / "r", "--steps", 3, "--num-critic-only-steps", 1, "--resume", model=random_tiny_model)
+        run(
+            tmp_path / "r",
+            "--steps",
+            3,
+            "--num-critic-only-steps",
+            1,
+            "--resume",
+            model=random_tiny_model,
+        )
 
 
 def test_only_the_newest_checkpoints_are_kept(random_tiny_model, tmp_path, mixed_rewards):
-    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 4, "--save-every", 1, model=random_tiny_model)
+    run(
+        tmp_path / "r",
+        "--algorithm",
+        "grpo",
+        "--steps",
+        4,
+        "--save-every",
+        1,
+        model=random_tiny_model,
+    )
     names = sorted(p.name for p in (tmp_path / "r/checkpoints").iterdir())
     assert names == ["step_000003", "step_000004"]
 
 
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     folder = tmp_path / "r"
-    command = [sys.executable, "train.py", "--output-dir", folder, "--eval-data", "", "--steps", "500", *SMALL]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "train.py",
+        "--output-dir",
+        folder,
+        "--eval-data",
+        "",
+        "--steps",
+        "500",
+        *SMALL,
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.time() + 90
     while not ((folder / "metrics.jsonl").exists() and metrics(folder)) and time.time() < deadline:
         time.sleep(0.1)
@@ -258,7 +322,9 @@ def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mi
         run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
 
 
-def test_a_nan_loss_stops_the_run_and_keeps_the_rollouts(random_tiny_model, tmp_path, mixed_rewards, monkeypatch):
+def test_a_nan_loss_stops_the_run_and_keeps_the_rollouts(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch
+):
     forward = train.forward_policy
     calls = []
 
@@ -284,8 +350,10 @@ def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, m
     config = json.loads((tmp_path / "r/config.json").read_text())
     assert config["algorithm"] == "justrl2" and config["clip_high"] == 0.28
     row = json.loads((tmp_path / "r/rollouts.jsonl").read_text().splitlines()[0])
-    keys = "step problem_id sample_index prompt response response_ids rollout_logprobs reward overlong_penalty reason "
-    assert row.keys() == set((keys + "finish_reason response_length kept").split())
+    keys = "step problem_id sample_index prompt response response_ids rollout_logprobs reward "
+    assert row.keys() == set(
+        (keys + "overlong_penalty reason finish_reason response_length kept").split()
+    )
     assert row["response_length"] == len(row["response_ids"]) == len(row["rollout_logprobs"])
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -305,7 +373,8 @@ def test_figures_are_drawn_at_the_end(random_tiny_model, tmp_path, mixed_rewards
 
 @pytest.mark.parametrize("algorithm", ["justrl2", "grpo", "ppo"])
 def test_learning_the_embedded_task(algorithm, tmp_path):
-    flags = f"--algorithm {algorithm} --steps 12 --num-critic-only-steps 2 --lr 5e-4 --eval-samples 1 --eval-every 0"
+    flags = f"--algorithm {algorithm} --steps 12 --num-critic-only-steps 2 --lr 5e-4 "
+    flags += "--eval-samples 1 --eval-every 0"
     base = ["--output-dir", str(tmp_path / "r"), "--prompts-per-step", "16"]
     train.main([*base, *flags.split()])
     rows = metrics(tmp_path / "r")
@@ -314,6 +383,10 @@ def test_learning_the_embedded_task(algorithm, tmp_path):
 
 def test_the_command_line_helps():
     result = subprocess.run(
-        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, env=os.environ
+        [sys.executable, "train.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ,
     )
     assert result.returncode == 0 and "--gae-lambda-k" in result.stdout
