@@ -42,7 +42,7 @@ class Config:
     label_key: str = _f("label", "column of --data that holds the right answer")
     output_dir: str = _f("", "run directory; empty: a new one under runs/")
     algorithm: str = _f("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
-    steps: int = _f(30, "rollout steps of the whole run, critic-only steps included")
+    steps: int = _f(40, "rollout steps of the whole run, critic-only steps included")
     seed: int = _f(0, "seeds data order and sampling")
     resume: bool = _f(False, "continue the run in --output-dir from its newest checkpoint")
 
@@ -76,8 +76,8 @@ class Config:
     # Optimisation
     epochs_per_step: int = _f(1, "passes over a rollout batch")
     minibatches_per_step: int = _f(1, "optimizer steps per pass; the paper has 1, so its clips never act")
-    lr: float = _f(5e-4, "policy learning rate, constant (paper, 2B model: 1e-6)")
-    critic_lr: float = _f(1e-3, "critic learning rate (paper, 2B model: 5e-6)")
+    lr: float = _f(2e-4, "policy learning rate, constant (paper, 2B model: 1e-6)")
+    critic_lr: float = _f(2e-3, "critic learning rate (paper, 2B model: 5e-6)")
     critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup")
     weight_decay: float = _f(0.1, "AdamW decay of matrices; norms, biases and the value head are not decayed")
     adam_beta1: float = _f(0.9, "AdamW beta 1")

@@ -1,9 +1,13 @@
 """Configuration: flags, recipes, row defaults, and one clear sentence for what cannot run."""
 
+from pathlib import Path
+
 import pytest
 
 from config import Config, ConfigError, parse
 from losses import ALGORITHMS
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_kebab_and_snake_flags_and_negated_booleans():
@@ -49,7 +53,7 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(algorithm="justrl2", group_size=1), ["--dynamic-sampling", "--group-size"]),
         (dict(gae_lambda_k=0.0), ["--gae-lambda-k", "(0, 1]"]),
         (dict(gamma=0.9), ["--gamma", "gae_lambda_k"]),
-        (dict(num_critic_only_steps=30), ["--num-critic-only-steps", "steps (30)"]),
+        (dict(num_critic_only_steps=40), ["--num-critic-only-steps", "steps (40)"]),
         (dict(partial_rollout=True), ["--partial-rollout", "--over-sampling"]),
         (dict(aggregation="mean"), ["--aggregation", "token-mean"]),
         (dict(temperature=0.0), ["--temperature", "above 0"]),
@@ -88,3 +92,24 @@ def test_missing_recipe_and_unknown_flag_are_named():
         parse(["--config", "nowhere.yaml"])
     with pytest.raises(ConfigError, match="--max-prompt-tok"):  # no silent prefix matching
         parse(["--max-prompt-tok", "5"])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_parses_and_is_consistent(recipe):
+    config = parse(["--config", str(recipe)]).resolved(ALGORITHMS)
+    assert config.steps > 0 and recipe.read_text().startswith("#")
+
+
+def test_the_paper_recipe_holds_the_papers_values():
+    config = parse(["--config", str(ROOT / "recipes/justrl2-minicpm5-2b-128k.yaml")])
+    config = config.resolved(ALGORITHMS)
+    paper = dict(
+        prompts_per_step=60, group_size=8, epochs_per_step=1, minibatches_per_step=1,
+        max_response_tokens=126_976, overlong_buffer_tokens=25_395, overlong_penalty_factor=1.0,
+        gae_lambda_k=0.5, gamma=1.0, clip_low=0.2, clip_high=0.28, dual_clip=None, value_clip=0.2,
+        whiten_advantages=True, group_center=None, is_mode="icepop", is_low=0.5, is_high=5.0,
+        aggregation="token-mean", kl_coef=0.0, entropy_coef=0.0, lr=1e-6, critic_lr=5e-6,
+        critic_lr_warmup_steps=10, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.98,
+        max_grad_norm=1.0, num_critic_only_steps=30, critic_value_bias_init=0.52, temperature=1.0,
+    )  # fmt: skip
+    assert {name: getattr(config, name) for name in paper} == paper
