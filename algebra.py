@@ -93,6 +93,7 @@ def negative(value):
 
 
 def scaled(factor, value):
+    """A multiple of a number or of a matrix."""
     if value[0] == "matrix":
         return ("matrix", *(tuple(times(factor, x) for x in row) for row in value[1:]))
     return times(factor, value)
@@ -139,6 +140,7 @@ def budget_left():
 
 
 def charge(nanoseconds):
+    """Book work before it is done; TooBig once the budget is used up."""
     _budget[0] -= nanoseconds
     if _budget[0] < 0:
         raise TooBig("too much work")
@@ -231,7 +233,7 @@ class Evaluator:
     def do_pow(self, base, exponent):
         power = self.value(exponent)
         if base == CONSTANTS["e"]:
-            return self.function("exp", power)
+            return self.function("exp", power)  # more exact than a power of a rounded e
         base = self.value(base)
         if base == 0:
             if MP.re(self.inexact(power)) < 0:
@@ -286,7 +288,10 @@ class Evaluator:
         return self.call(getattr(MP, name), value, cost=50_000)
 
     def do_app(self, name, *inner):
-        """An unknown function: one fixed pseudo-random rational for each name and arguments."""
+        """An unknown function: one fixed pseudo-random rational for each name and arguments.
+
+        So f(x) + 1 equals 1 + f(x), but neither f(y) + 1 nor g(x) + 1.
+        """
         values = map(self.value, inner)
         shown = [str(v) if isinstance(v, Fraction) else MP.nstr(v, 25) for v in values]
         digest = hashlib.sha256(repr((name, shown)).encode()).digest()
@@ -329,7 +334,7 @@ class Evaluator:
             return Fraction(math.floor(value))
         if isinstance(value, MP.mpc) or (value != 0 and MP.mag(value) > self.bits // 2):
             raise NoValue("the floor of this number")
-        nearest = MP.nint(value)
+        nearest = MP.nint(value)  # sqrt(2) sqrt(8) may be 3.99...9
         near = abs(value - nearest) < MP.mpf(2) ** (-self.bits // 2)
         return Fraction(int(nearest if near else MP.floor(value)))
 
@@ -414,11 +419,12 @@ def proportional(a, b, positive=False):
     names = symbols(a) | symbols(b)
     if not names:
         return False
+    # a/b is the same at all points as at a fixed one; multiplied out, so that b may vanish
     fixed = points(tuple(sorted(names)))[-1]
     work = Evaluator(320, fixed)
     at_fixed = [work.inexact(work.value(x)) for x in (a, b)]
     if any(x == 0 or MP.mag(x) < work.top - 192 for x in at_fixed):
-        return False
+        return False  # 0 = 0 would be proportional to everything
     if positive and MP.re(at_fixed[0] / at_fixed[1]) < 0:
         return False
 
@@ -463,6 +469,7 @@ def relate(ops, sides):
 
 
 def equation(sides):
+    """a = b = c: every side but a leading name must have the value of the last one."""
     if len(sides) == 2 and is_name(sides[1]) == 2 and is_closed(sides[0]):
         sides = sides[::-1]
     strength = is_name(sides[0])
@@ -472,6 +479,8 @@ def equation(sides):
         return ("relation", "=", number(sides[0]), number(sides[1]))
     values = sides[1:] if strength else sides
     values = [value for value in values[:-1] if is_name(value) < 2] + [values[-1]]
+    if len(values) > 12:
+        raise TooBig("a long chain of equations")
     # Each with each: 50% equals both 0.5 and 50, which are not equal
     if not all(same(left, right) for left, right in itertools.combinations(values, 2)):
         raise NoValue("a false chain of equations")
@@ -479,6 +488,7 @@ def equation(sides):
 
 
 def inequality(ops, sides):
+    """An inequality in one name is a set of reals (policy: x >= 6 is [6, oo)), else a relation."""
     flipped = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
     if not set(ops) <= set(flipped):
         raise Unreadable("mixed relations")
@@ -564,6 +574,7 @@ def normal(pieces):
 
 
 def complement(pieces):
+    """The rest of the real line, from which intersections and differences are made."""
     out, low, low_in = [], ("inf", -1), False
     for piece in normal(pieces):
         out.append((low, low_in, piece[0], not piece[1]))
@@ -633,7 +644,7 @@ def same_items(a, b):
                 fits = one[0] == "list" and other[1] == "()" and len(one) + 1 == len(other)
                 return fits and all(map(same, one[1:], other[2:]))
             return one[0] == "set" and len(one) == 2 and same(one[1], other)
-    left = list(a[1:])
+    left = list(a[1:])  # greedy matching is enough, because equality is transitive
     for wanted in b[1:]:
         found = next((k for k, item in enumerate(left) if same(item, wanted)), None)
         if found is None:

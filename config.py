@@ -69,7 +69,11 @@ class Config:
     # Reward
     overlong_buffer_tokens: int = _f(0, "the reward falls linearly over the last tokens of the budget; 0: off")
     overlong_penalty_factor: float = _f(1.0, "largest overlong penalty (reward units)")
+    overlong_injection_alpha: float | None = _f(None, "put the overlong penalty into the advantages with lambda 1 - 1/(alpha L) instead of the reward (paper's arm: 0.1); unset: in the reward")
     overlong_filter: bool = _f(False, "leave truncated responses out of the policy loss")
+    length_reward_weight: float = _f(0.0, "bonus among the right responses of a group, largest for the shortest (Kimi); 0: off")
+    length_reward_min_spread: int = _f(8000, "least difference of right lengths for that bonus (tokens)")
+    length_reward_min_longest: int = _f(10000, "least longest right length for that bonus (tokens)")
     verifier_workers: int = _f(1, "grading processes per rank")
     verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed and the answer counts as wrong")
 

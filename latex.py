@@ -50,8 +50,8 @@ class Token(NamedTuple):
 
 
 GREEK_NAMES = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi "
-    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
 GREEK = dict(zip("αβγδεζηθικλμνξρστφχψωΓΔΘΛΞΠΣΦΨΩ", GREEK_NAMES.split(), strict=True))
 LETTERS = {f"\\{name}" for name in [*GREEK.values(), "upsilon", "hbar", "ell"]}
@@ -61,9 +61,10 @@ UNICODE = str.maketrans({char: f"\\{name} " for char, name in GREEK.items()} | {
     "∛": "\\sqrt[3]", "°": "@", "∞": "\\infty ", "±": "\\pm ", "∓": "\\mp ", "≤": "<=", "≥": ">=",
     "⩽": "<=", "⩾": ">=", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
     "∖": "\\setminus ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "⌊": "\\lfloor ", "⌋": "\\rfloor ",
-    "⌈": "\\lceil ", "⌉": "\\rceil ", "′": "'", "’": "'", "∠": "\\angle ", "¼": "\\frac14 ", "½": "\\frac12 ",
-    "¾": "\\frac34 ", "⅓": "\\frac13 ", "⅔": "\\frac23 ", "€": "\\euro ", "£": "\\pounds ",
-    "¥": "\\yen ", "¢": "\\text{cents}", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+    "⌈": "\\lceil ", "⌉": "\\rceil ", "′": "'", "’": "'", "∠": "\\angle ", "¼": "\\frac14 ",
+    "½": "\\frac12 ", "¾": "\\frac34 ", "⅓": "\\frac13 ", "⅔": "\\frac23 ", "€": "\\euro ",
+    "£": "\\pounds ", "¥": "\\yen ", "¢": "\\text{cents}", "\u00a0": " ", "\u2009": " ",
+    "\u202f": " ",
 })  # fmt: skip
 SCRIPTS = {
     "^": dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True)),
@@ -73,20 +74,20 @@ SCRIPTS = {
 GROUPED = re.compile(
     r"(?<![\d.])\d{1,3}(\{,\}|,\\!\s*|\\[,;:! ]|~| )\d{3}(?:\1\d{3})*(?!\1?\d)", re.ASCII
 )
-# Digit groups that may be one number or a list: 48,625
+# Digit groups that may be one number or a list: 48,625. Not 0,125 and not 1,200,30
 COMMAS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
 DEGREE = re.compile(r"(?:\{\s*\})?\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 PRIME = re.compile(r"\^\s*(?:\\prime|\{\s*(?:(?:\\prime|')\s*)+\})")
 TOKEN = re.compile(
     r"\\(?P<macro>text\w*|mbox|math(?!bb)\w+|operatorname|boldsymbol|bm|emph|underline)\s*"
-    r"\{(?P<inner>[^{}]*)\}"
+    r"\{(?P<inner>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|(?P<num>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)|(?P<cmd>\\(?:[A-Za-z]+|.|\Z))"
     r"|(?P<word>[A-Za-z]+)|(?P<op>[<>]=|[-+*/^_=<>()\[\]{}|,;:!'%.&@])|(?P<space>[\s$~]+)|(?P<bad>.)",
     re.ASCII | re.DOTALL,
 )
 IGNORED = set(
-    "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr bigg "
-    "Bigg rm bf text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
+    "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr "
+    "bigg Bigg rm bf text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
 ) | {" ", "\n", ""}  # fmt: skip
 FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln lg exp".split()} | {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln",
@@ -95,12 +96,12 @@ SYNONYMS = {
     "times": "*", "cdot": "*", "ast": "*", "div": "/", "dfrac": "\\frac", "tfrac": "\\frac",
     "cfrac": "\\frac", "sfrac": "\\frac", "nicefrac": "\\frac", "dbinom": "\\binom",
     "tbinom": "\\binom", "leq": "<=", "le": "<=", "leqslant": "<=", "geq": ">=", "ge": ">=",
-    "geqslant": ">=", "lt": "<", "gt": ">", "neq": "!=", "ne": "!=", "lbrace": "\\{", "rbrace": "\\}",
-    "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "%": "%",
-    "lor": "or", "vee": "or", "land": "and", "wedge": "and", "varphi": "\\phi",
-    "varepsilon": "\\epsilon", "vartheta": "\\theta", "varnothing": "\\emptyset",
-    "textdollar": "\\$", "degree": "@", "deg": "@", "colon": ":", "backslash": "\\setminus",
-    "pound": "\\pounds", "measuredangle": "\\angle",
+    "geqslant": ">=", "lt": "<", "gt": ">", "neq": "!=", "ne": "!=", "lbrace": "\\{",
+    "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|", "vert": "|",
+    "mid": "|", "%": "%", "lor": "or", "vee": "or", "land": "and", "wedge": "and",
+    "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
+    "varnothing": "\\emptyset", "textdollar": "\\$", "degree": "@", "deg": "@", "colon": ":",
+    "backslash": "\\setminus", "pound": "\\pounds", "measuredangle": "\\angle",
 }  # fmt: skip
 WORDS = {name: f"\\{name}" for name in [*FUNCTIONS, "sqrt", "pi"]} | {
     "oo": "\\infty", "inf": "\\infty", "infty": "\\infty", "infinity": "\\infty",
@@ -118,7 +119,8 @@ def tokenize(text, in_text=False):
         if kind == "inner":
             inner = tokenize(match["inner"], True)
             # \mathbf{x+1}^2 must stay a group, \text{cm}^2 must not become one
-            group = len(inner) > 1 and not match["macro"].startswith(("text", "mbox"))
+            group = len(inner) > 1 and match["macro"] not in ("mbox", "mathrm")
+            group = group and not match["macro"].startswith("text")
             tokens += [Token("op", "{"), *inner, Token("op", "}")] if group else inner
             continue
         if kind == "cmd":
@@ -161,8 +163,9 @@ def variants(text):
 UNIT_ROWS = """
 mm millimeter millimeters; cm centimeter centimeters centimetre centimetres; km kilometer kilometers
 kilometre kilometres; m meter meters metre metres; in inch inches; ft foot feet; yd yard yards
-mi mile miles; mph; mg milligram milligrams; g gram grams; kg kilogram kilograms; lb lbs pound pounds
-oz ounce ounces; ton tons; ms millisecond milliseconds; s sec second seconds; min minute minutes
+mi mile miles; mph; mg milligram milligrams; g gram grams; kg kilogram kilograms
+lb lbs pound pounds; oz ounce ounces; ton tons; ms millisecond milliseconds; s sec second seconds
+min minute minutes
 h hr hrs hour hours; day days; week weeks; month months; yr year years; mL ml milliliter milliliters
 L l liter liters litre litres; gal gallon gallons; N newton newtons; J joule joules; W watt watts
 V volt volts; A amp amps ampere amperes; Hz hertz; Pa pascal pascals; eV; mol mole moles; K kelvin
@@ -198,7 +201,7 @@ def based(digits, base):
     """312_5; base ten is an ordinary number."""
     if not re.fullmatch(r"\d+ ([2-9]|[12]\d|3[0-6])", f"{digits} {base}", re.ASCII):
         raise Unreadable("a subscript on a number that is not a base")
-    if max(map(int, digits)) >= int(base):
+    if max(map(int, digits)) >= int(base):  # letters as digits are not supported
         raise Unreadable("a digit that the base does not have")
     return ("num", exact(digits)) if base == "10" else ("based", int(digits, int(base)), int(base))
 
@@ -236,6 +239,7 @@ class Parser:
         return found
 
     def answer(self):
+        """All tokens as one value."""
         value = self.listed(spread=True)
         if self.peek().kind != "end":
             raise Unreadable(f"{self.peek().text!r} is not expected")
@@ -259,7 +263,7 @@ class Parser:
             if separator is None:
                 return found, separators
             if separator in (",", ";"):
-                self.accept("or", "and")
+                self.accept("or", "and")  # 1, 2, and 3
             separators.add(separator)
 
     def spread(self):
@@ -286,13 +290,14 @@ class Parser:
         return relate(ops, sides) if ops else sides[0]
 
     def side(self):
+        """Words, or a total with currency sign and unit, or a ratio, or sets with unions."""
         if words := self.only_words():
             return ("text", words)
         minus = self.peek(1).text in CURRENCY and self.accept("-")
         currency = CURRENCY.get(self.accept(*CURRENCY))
         value = self.total()
         value = self.with_unit(negative(value) if minus else value, currency)
-        if self.peek().text == ":" and value[0] in EXPRESSIONS:
+        if self.peek().text == ":" and value[0] in EXPRESSIONS and not self.bars:
             parts = [value]
             while self.accept(":"):
                 parts.append(number(self.total()))
@@ -447,7 +452,7 @@ class Parser:
 
     def split(self, token):
         """Replace a run of letters or digits by single ones, in place."""
-        if token.text.isalnum():
+        if token.text.isalnum():  # not 1.5
             kind = "sym" if token.kind == "word" else "num"
             self.tokens[self.at : self.at + 1] = [Token(kind, char) for char in token.text]
 
@@ -462,6 +467,7 @@ class Parser:
         return "".join(t.text for t in self.tokens[start : self.at] if t.text not in "{}")
 
     def atom(self):
+        """The tightest level: a number, a name, a bracket or a command."""
         token = self.peek()
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -495,6 +501,7 @@ class Parser:
             return based(digits, self.raw())
         if digits.endswith(".") and following == "(":
             raise Unreadable("a decimal point before a bracket")
+        # 1\frac{4}{5} is a sum, while 1\frac{x}{5} is a product
         value = exact(digits)
         return ("num", value + self.mixed_part() if digits.isdigit() else value)
 
@@ -522,9 +529,10 @@ class Parser:
         return self.name(self.peek(-1).text)
 
     def name(self, name):
+        """Subscripts, primes and arguments of a name that has been read."""
         while mark := self.accept("_", "'"):
             name += "_" + self.raw() if mark == "_" else "'"
-        if name in CONSTANTS:
+        if name in CONSTANTS:  # not i_1 and e'
             return CONSTANTS[name]
         # f(...) is a function value, another letter only before one token: n(n+1) is a product
         called = name[0] in "fghFGH" or "'" in name
@@ -554,6 +562,7 @@ class Parser:
     # The commands: each is entered with its token consumed.
 
     def fraction(self):
+        """\\frac{a}{b}, \\frac59, \\frac9{19}"""
         start = self.at
         above = self.argument(one_digit=True)
         middle = self.at
@@ -578,10 +587,10 @@ class Parser:
         """A set: its elements, or one inequality as in {x | x > 2}."""
         if self.accept("\\}"):
             return ("set",)
-        bars, self.bars = self.bars, 1  # a bar in here starts no absolute value
+        bars, self.bars = self.bars, 1  # in here | starts no absolute value and : no ratio
         found, _ = self.items(spread=True)
         value = ("set", *found)
-        if self.accept("|"):
+        if self.accept("|", ":"):
             condition = self.listed(spread=True)
             if not is_ray(condition) or condition[1] not in (found[0], found[0][1]):
                 raise Unreadable("a set that is not given by one inequality")
@@ -647,6 +656,7 @@ class Parser:
         return self.name(name)
 
     def number_set(self):
+        """\\mathbb{R} is an interval; the other sets are only names."""
         name = self.raw()
         line = (("inf", -1), False, ("inf", 1), False)
         return ("reals", line) if name == "R" else ("sym", f"\\mathbb{name}")

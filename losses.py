@@ -3,12 +3,13 @@
 An algorithm is a row of ALGORITHMS (end of the file): advantage x objective x aggregation x
 off-policy weight x filter, every part written once and shared.
 
-Per-token tensors are (N, T), already shifted: index t is the action of token t, taken in the state
-before it. `mask` is a prefix of True per row; what lies outside (NaN and infinity included) never
-changes a bit of a result or a gradient, because it is removed with `where` before any arithmetic.
-Rows are whole responses, so a batch may be split by rows into any micro-batches. `old_logprobs`
-are the trainer's at the start of the step, `rollout_logprobs` the sampler's own.
-Metrics are pairs (numerator, denominator): add over micro-batches first, divide last.
+Per-token tensors are (N, T) float32, already shifted: index t is the action of token t, taken in
+the state before it; V_t is the value of that state. What lies outside `mask` (NaN and infinity
+included) changes no bit of a result or gradient: it is removed with `where` before any arithmetic.
+Advantages take the mask of whole responses, a prefix of True per row; losses take any mask. Rows
+are never cut, so a batch may be split by rows into any micro-batches. `old_logprobs` are the
+trainer's at the start of the step, `rollout_logprobs` the sampler's own. Metrics are pairs
+(numerator, denominator): add over micro-batches first, divide last.
 """
 
 import math
@@ -21,9 +22,9 @@ from torch import Tensor
 # e^20 = 4.9e8 is finite in float32 with room for sums, squares and backward; e^89 is infinite, and
 # 0 * infinity in the backward of a clipped token is NaN.
 MAX_LOG_RATIO = 20.0
-# k3 grows like e^-d: 40 keeps it finite in float32, far above the bound the loss puts on it.
+# k3 grows like e^-d: e^40 is finite in float32, and far above the bound that the loss puts on it.
 MAX_KL_LOG_RATIO = 40.0
-KL_LOSS_BOUND = 10.0
+KL_LOSS_BOUND = 10.0  # one token in a million may not outweigh the rest; no gradient beyond
 
 # --- masks and sums --------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
 
 
 def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """lambda_i = max(1 - 1/(alpha L_i), 0), VAPO (2504.05118) eq. 9; (N,) float64.
+    """lambda_i = max(1 - 1/(alpha L_i), 0), VAPO (2504.05118); (N,) float64.
 
     k^(1/L) with k = exp(-1/alpha) is the same to first order in 1/L.
     """
@@ -562,13 +563,14 @@ def policy_loss(
 
     loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
     w = `weights`, c = `row_weights` (else `aggregation` over these rows). log pi/pi_old is bounded
-    to +-MAX_LOG_RATIO, without gradient beyond, and taken as 0 where it is not finite (counted as
-    `nonfinite`). `cov_mask`: tokens that entropy_control detaches (clip_cov) or ties to the old
-    policy (kl_cov).
+    to +-MAX_LOG_RATIO, without gradient beyond. A log-ratio or advantage that is not finite is
+    taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that entropy_control detaches
+    (clip_cov) or ties to the old policy (kl_cov).
     """
     log_ratio, usable = usable_difference(logprobs, old_logprobs, mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = keep(advantages, mask & torch.isfinite(advantages))
+    finite = torch.isfinite(advantages)
+    advantages = keep(advantages, mask & finite)
     seen = ratio_at_level(log_ratio, mask, ratio_level)
     limits = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     limits |= dict(sapo_tau_pos=sapo_tau_pos, sapo_tau_neg=sapo_tau_neg)
@@ -580,7 +582,7 @@ def policy_loss(
         "approx_kl": mean_pair(-log_ratio, mask),
         "ratio": mean_pair(seen.exp(), mask),
         "ess": (effective_sample_size(seen, mask).sum(), mask.sum(1).clamp(min=1).sum()),
-        "nonfinite": mean_pair(~usable, mask),
+        "nonfinite": mean_pair(~(usable & finite), mask),
     }
     if weights is not None:
         surrogate = surrogate * keep(weights, mask)
@@ -631,13 +633,13 @@ def value_loss(
     return aggregate(squared, mask, row_weights=row_weights), metrics
 
 
-# --- rewards and filters ---------------------------------------------------------------------
+# --- rewards ---------------------------------------------------------------------------------
 
 
 def overlong_penalty(
     lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft overlong punishment, DAPO (2503.14476) eq. 13: (N,) float64 in [-factor, 0].
+    """Soft overlong punishment, DAPO (2503.14476): (N,) float64 in [-factor, 0].
 
     0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
     """

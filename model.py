@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
@@ -299,17 +301,11 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
 
 @cache
 def varlen_kernel() -> Callable | None:
-    """The fused variable-length attention of this installation, or None."""
-    try:
+    """kernel(q, k, v, cu_seqlens, max_seqlen) of flash-attn, else of torch, else None."""
+    if find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
         return lambda q, k, v, cu, n: flash_attn_varlen_func(q, k, v, cu, cu, n, n, causal=True)
-    except ImportError:
-        pass
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
     if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
         return None
     causal = {"window_size": (-1, 0), "enable_gqa": True}

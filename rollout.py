@@ -239,7 +239,7 @@ def has_signal(rewards: Iterable[float]) -> bool:
     (BC-07).
     """
     rewards = list(rewards)
-    return max(rewards) - min(rewards) > 1e-6
+    return max(rewards) - min(rewards) > 1e-8
 
 
 @dataclass

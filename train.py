@@ -57,6 +57,8 @@ from model import Transformer, local_folder
 from verify import Verifier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Below this many parameters a second CPU thread gains nothing, and with a busy neighbour costs tenfold.
+SMALL_MODEL = 10_000_000
 OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
     "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
@@ -126,6 +128,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     policy = Transformer.from_pretrained(
         checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype
     )
+    if device.type == "cpu" and sum(p.numel() for p in policy.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
     policy = prepare(policy, device, config)
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
@@ -304,22 +308,33 @@ def train_step(run: Run, state: State) -> dict[str, float]:
 
 
 def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """(actor, critic) token rewards (N, T): raw + overlong penalty, and raw alone, on the last
-    token of each response.
+    """(actor, critic) rewards on the last token of each response, (N, T).
+
+    Critic: the raw reward. Actor: raw + length reward + overlong penalty, unless the penalty is
+    injected into the advantages later.
     """
     penalty = losses.overlong_penalty(
         batch.response_lengths,
         config.max_response_tokens,
         config.overlong_buffer_tokens,
         config.overlong_penalty_factor,
-    ).to(batch.rewards)
+    )
     for r, p in zip(batch.rollouts, penalty.tolist(), strict=True):
         r.overlong_penalty = p
-    last = (batch.response_lengths - 1)[:, None]
-    on_last = lambda reward: torch.zeros_like(batch.rollout_logprobs).scatter(
-        1, last, reward[:, None]
-    )
-    return on_last(batch.rewards + penalty), on_last(batch.rewards)
+    actor = batch.rewards.double()
+    if config.overlong_injection_alpha is None:
+        actor = actor + penalty
+    if config.length_reward_weight:
+        actor = actor + losses.length_reward(
+            batch.rewards > 0.5,
+            batch.response_lengths,
+            batch.group_ids,
+            weight=config.length_reward_weight,
+            min_spread=config.length_reward_min_spread,
+            min_longest=config.length_reward_min_longest,
+        )
+    on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
+    return on_last(actor), on_last(batch.rewards)
 
 
 def micro_batches(
@@ -391,6 +406,10 @@ def compute_advantages(
         group_ids=batch.group_ids,
         **asdict(run.config),
     )
+    if run.config.overlong_injection_alpha is not None:
+        penalty = torch.tensor([r.overlong_penalty for r in batch.rollouts], device=run.device)
+        decay = losses.vapo_lambda(batch.response_lengths, run.config.overlong_injection_alpha)
+        advantages = losses.inject_terminal(advantages, penalty, batch.response_mask, decay)
     if run.config.whiten_advantages:
         advantages = losses.whiten(advantages, loss_mask(batch, run.config))
     return advantages, returns

@@ -78,10 +78,14 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:\{|\Z)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def final_part(response, think):
-    """The text to grade, or None if the thinking part has no end."""
+def check_think(think):
     if think not in ("auto", "require", "none"):
         raise ValueError(f"think must be auto, require or none, not {think!r}")
+
+
+def final_part(response, think):
+    """The text to grade, or None if the thinking part has no end."""
+    check_think(think)
     if think == "none":
         return response
     end = response.rfind("</think>")
@@ -234,7 +238,7 @@ def verify(response, label, think="auto"):
 
 
 def serve():
-    """Answer lines [response, label, think, seconds] on stdin by lines [correct, reason, answer]."""
+    """Answer [response, label, think, seconds] lines by [correct, reason, answer] lines."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the trainer
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
@@ -323,6 +327,7 @@ class Worker:
             self.stop()
             self.start()
         self.served += 1
+        response, label = (None if text is None else str(text) for text in (response, label))
         request = json.dumps([response, label, think, 2 * timeout_s + 1]).encode() + b"\n"
         try:
             return Verdict(*json.loads(self.exchange(request, time.monotonic() + timeout_s)))
@@ -361,6 +366,7 @@ class Verifier:
 
     def submit(self, response, label, think="auto") -> Future:
         """Start to grade a response; `.result()` of the future is its Verdict."""
+        check_think(think)
         return self.pool.submit(self._grade, response, label, think)
 
     def score(self, pairs, think="auto"):
@@ -384,9 +390,22 @@ class Verifier:
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def read_jsonl(path):
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+def read_jsonl(path, *required):
+    """The objects of a JSONL file; each must have one key of every group in `required`."""
+    rows = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(json.loads(line))
+                    for keys in required:
+                        if not any(key in rows[-1] for key in keys):
+                            raise SystemExit(f"{path}, line {number}: no {' or '.join(keys)}")
+    except OSError as error:
+        raise SystemExit(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SystemExit(f"{path}, line {len(rows) + 1}: not JSON ({error})") from None
+    return rows
 
 
 def label_kind(label):
@@ -405,9 +424,9 @@ def label_kind(label):
 
 def audit(path):
     """Print what the labels of a file will do; 1 if one of them can never be matched."""
-    rows, found = read_jsonl(path), collections.defaultdict(list)
+    rows, found = read_jsonl(path, ("label", "answer")), collections.defaultdict(list)
     for row in rows:
-        label = row.get("label", row.get("answer", ""))
+        label = row.get("label", row.get("answer"))
         kind, reading = label_kind(label)
         found[kind].append(label)
         if not clean(str(label)):
@@ -447,7 +466,7 @@ def main(argv=None):
     if args.audit:
         return audit(args.audit)
     if args.cases:
-        for case in read_jsonl(args.cases):
+        for case in read_jsonl(args.cases, ("response",), ("label",)):
             verdict = verify(case["response"], case["label"], case.get("think", args.think))
             print(json.dumps(verdict._asdict()))
         return 0

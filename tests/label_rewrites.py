@@ -1,15 +1,16 @@
-"""Pairs of (label, answer, same?) for the verifier: an oracle that is right by construction.
+"""Pairs of label and answer for the verifier: an oracle that is right by construction.
 
-Labels come from recipes that know their value (two integers, the roots of a polynomial, the ends of
-an interval), so that every rewrite and every edit is written from the value and not from the text.
-Shapes follow what real label files contain; the labels themselves are our own.
+A recipe knows the value behind its label (two integers, the roots of a polynomial, the ends of an
+interval), so its rewrites and edits are written from the value and not from the text. Shapes follow
+what real label files contain; the labels are our own. Each recipe returns (label, answers of the
+same value, answers of another value), where `;;` and line ends separate answers.
 """
 
 import math
 import random
 from fractions import Fraction
 
-SCALES = ("cm", "m", "km", "inches", "feet", "hours", "kg")
+RECIPES = []
 
 
 def recipe(function):
@@ -17,36 +18,29 @@ def recipe(function):
     return function
 
 
-RECIPES = []
+def texts(block):
+    return [text.strip() for text in block.replace("\n", ";;").split(";;") if text.strip()]
 
 
-def frac(p, q, command="\\frac"):
-    return f"{'-' if p < 0 else ''}{command}{{{abs(p)}}}{{{q}}}"
-
-
-def grouped(n, separator):
-    return f"{n:,}".replace(",", separator)
+def frac(p, q):
+    return f"{'-' if p < 0 else ''}\\frac{{{abs(p)}}}{{{q}}}"
 
 
 def poly(coefficients, name="x"):
-    """[c0, c1, c2] -> c2 x^2 + c1 x + c0"""
-    terms = []
+    """[c0, c1, c2] -> c2x^{2}+c1x+c0, without zero terms and unit coefficients."""
+    out = ""
     for power in reversed(range(len(coefficients))):
-        c = coefficients[power]
+        c, unknown = coefficients[power], ["", name, f"{name}^{{{power}}}"][min(power, 2)]
         if c:
-            unknown = "" if power == 0 else name if power == 1 else f"{name}^{{{power}}}"
-            number = str(abs(c)) if abs(c) != 1 or not unknown else ""
-            terms.append((" - " if c < 0 else " + ") + number + unknown)
-    return "".join(terms).removeprefix(" + ").replace(" - ", "-", 1 if terms[0][1] == "-" else 0)
+            digits = "" if abs(c) == 1 and unknown else str(abs(c))
+            out += ("-" if c < 0 else "+" if out else "") + digits + unknown
+    return out
 
 
 def expanded(roots):
     out = [1]
     for root in roots:
-        out = [
-            (out[k - 1] if k else 0) - root * (out[k] if k < len(out) else 0)
-            for k in range(len(out) + 1)
-        ]
+        out = [low - root * high for low, high in zip([0, *out], [*out, 0], strict=True)]
     return out
 
 
@@ -58,26 +52,20 @@ def factored(roots, name="x"):
 def integer(rng):
     n = rng.choice((rng.randrange(2, 1000), rng.randrange(10**4, 10**9), -rng.randrange(2, 500)))
     k = rng.randrange(2, 9)
-    same = [f"{n}.0", f"{n}.", f"{n * k}/{k}", frac(n * k, k), f"x = {n}", f"{n + k} - {k}",
-            f"f({k})={n}",
-            f"{n}\\text{{ {rng.choice(SCALES)}}}", f"\\mathbf{{{n}}}", f"\\left({n}\\right)",
-            f"${n}$",
-            f"{n * k}/{k} = {n}", f"a+b = {n}", f"{n}\\,", f"\\text{{{n}}}"]  # fmt: skip
+    same = rf"""{n}.0 ;; {n}. ;; {n * k}/{k} ;; {frac(n * k, k)} ;; x = {n} ;; {n + k} - {k}
+        f({k})={n} ;; {n}\text{{ cm}} ;; \mathbf{{{n}}} ;; \left({n}\right) ;; ${n}$ ;; {n}\,
+        {n * k}/{k} = {n} ;; a+b = {n} ;; \text{{{n}}} ;; \displaystyle {n} ;; {n} \cdot 1"""
     if n > 0:
-        same += [f"0{n}", f"+{n}", f"\\sqrt{{{n * n}}}", f"|{-n}|", f"\\lfloor {n}.5 \\rfloor"]
+        same += rf";; 0{n} ;; +{n} ;; \sqrt{{{n * n}}} ;; |{-n}| ;; \lfloor {n}.5 \rfloor"
     else:
-        same += [f"−{-n}", f"-\\frac{{{-n * k}}}{{{k}}}"]
-    if n > 9999:
-        same += [grouped(n, mark) for mark in (",", "{,}", "\\,", ",\\!", "\\;")]
-    edits = [f"{n + 1}", f"{n - 1}", f"{-n}", f"{n}0", f"{n}.5", f"{n}, {n + 1}",
-             f"{n} \\text{{ or }} {n + k}",
-             f"\\pm {n}", f"x \\ne {n}", f"[{n - 1}, {n + 1}]", f"{n - 1} = {n}",
-             f"x = {n - 1} = {n}", f"{n}^2",
-             f"x^2 = {n}", f"{n}x", f"\\text{{not }} {n}", f"\\approx {n}",
-             f"{n} \\text{{ to }} {n + k}",
-             f"{n}i", f"{n} {k}", f"{n}\\ldots",
-             f"{n}+10^{{-40}}", f"{n}.0000001", f"\\frac{{{n}}}{{0}}", f"{n}_7",
-             f"({n}, {n})"]  # fmt: skip
+        same += rf";; −{-n} ;; -\frac{{{-n * k}}}{{{k}}}"
+    for mark in (",", "{,}", "\\,", ",\\!", "\\;") if n > 9999 else ():
+        same += ";;" + f"{n:,}".replace(",", mark)
+    edits = rf"""{n + 1} ;; {n - 1} ;; {-n} ;; {n}0 ;; {n}.5 ;; {n}, {n + 1} ;; \pm {n} ;; x \ne {n}
+        {n} \text{{ or }} {n + k} ;; [{n - 1}, {n + 1}] ;; {n - 1} = {n} ;; x = {n - 1} = {n}
+        {n}^2 ;; x^2 = {n} ;; {n}x ;; {n}i ;; \text{{not }} {n} ;; \approx {n} ;; {n} {k}
+        {n} \text{{ to }} {n + k} ;; {n}\ldots ;; {n}+10^{{-40}} ;; {n}.0000001 ;; {n}_7
+        \frac{{{n}}}{{0}} ;; ({n}, {n})"""
     return rng.choice((f"{n}", f"${n}$", f"\\boxed{{{n}}}", f"{n}.")), same, edits
 
 
@@ -85,66 +73,43 @@ def integer(rng):
 def fraction(rng):
     q = rng.choice((2, 4, 5, 7, 8, 9, 12, 13, 16, 25, 101))
     p = rng.choice([p for p in range(1, 60) if math.gcd(p, q) == 1]) * rng.choice((1, 1, -1))
-    k, sign = rng.randrange(2, 9), "-" if p < 0 else ""
-    same = [frac(p, q), frac(p, q, "\\dfrac"), frac(p, q, "\\tfrac"), f"{p}/{q}",
-            f"\\frac{{{p}}}{{{q}}}",
-            frac(p * k, q * k), f"{p} \\div {q}", f"\\frac{{{-p}}}{{{-q}}}",
-            f"{p}\\cdot\\frac{{1}}{{{q}}}",
-            f"x={frac(p, q)}", f"{frac(p * k, q * k)} = {frac(p, q)}", f"{p}\\cdot {q}^{{-1}}",
-            f"{{{p} \\over {q}}}"]  # fmt: skip
-    if abs(p) > q:
-        whole, rest = divmod(abs(p), q)
-        same += [f"{sign}{whole}\\frac{{{rest}}}{{{q}}}", f"{sign}{whole} {rest}/{q}"]
+    k, sign, label, n = rng.randrange(2, 9), "-" if p < 0 else "", frac(p, q), abs(p)
+    scaled = frac(p * k, q * k)
+    same = rf"""{label} ;; {sign}\dfrac{{{n}}}{{{q}}} ;; {sign}\tfrac{{{n}}}{{{q}}} ;; {p}/{q}
+        \frac{{{p}}}{{{q}}} ;; {scaled} ;; {p} \div {q} ;; \frac{{{-p}}}{{{-q}}} ;; x={label}
+        {p}\cdot\frac{{1}}{{{q}}} ;; {scaled} = {label} ;; {p}\cdot {q}^{{-1}}
+        {{{p} \over {q}}}"""
+    if n > q:
+        same += rf";; {sign}{n // q}\frac{{{n % q}}}{{{q}}} ;; {sign}{n // q} {n % q}/{q}"
     if q < 10:
-        same += [f"{sign}\\frac{{{abs(p)}}}{q}"]
-    if abs(p) < 10 and q < 10:
-        same += [f"{sign}\\frac{abs(p)}{q}", f"{sign}\\frac {abs(p)}{q}"]
-    exact = f"{p / q:.12f}".rstrip("0")
-    if Fraction(exact) == Fraction(p, q):
-        same += [exact, exact + "0"]
-    else:
-        nine = (10**6 - 1) * abs(p) // q if q in (7, 9, 13) and abs(p) < q else None
-        same += [f"{sign}0.\\overline{{{nine:06d}}}"] if nine else []
-    edits = [
-        frac(q if p > 0 else -q, abs(p)),
-        frac(-p, q),
-        frac(p + q, q),
-        frac(p, q + 1),
-        f"{p}",
-        f"{p}:{q}",
-    ]
-    edits += [f"{p / q:.{d}f}" for d in (1, 3, 8) if Fraction(f"{p / q:.{d}f}") != Fraction(p, q)]
-    edits += [
-        f"{frac(p, q)}, {frac(p, q)}",
-        f"{frac(p, q)} + 10^{{-30}}",
-        f"{frac(p, q)}x",
-        f"{p}/{q}/2",
-    ]
-    return (
-        rng.choice((frac(p, q), f"${frac(p, q)}$", f"{p}/{q}", f"\\boxed{{{frac(p, q)}}}")),
-        same,
-        edits,
-    )
+        same += rf";; {sign}\frac{{{n}}}{q}"
+    if n < 10 and q < 10:
+        same += rf";; {sign}\frac{n}{q} ;; {sign}\frac {n}{q}"
+    decimal = f"{p / q:.12f}".rstrip("0")
+    if Fraction(decimal) == Fraction(p, q):
+        same += f";; {decimal} ;; {decimal}0"
+    elif q in (7, 9, 13) and n < q:
+        same += rf";; {sign}0.\overline{{{(10**6 - 1) * n // q:06d}}}"
+    edits = rf"""{frac(q if p > 0 else -q, n)} ;; {frac(-p, q)} ;; {frac(p + q, q)} ;; {p}
+        {p}:{q}
+        {frac(p, q + 1)} ;; {label}, {label} ;; {label} + 10^{{-30}} ;; {label}x ;; {p}/{q}/2"""
+    for places in (1, 3, 8):
+        if Fraction(f"{p / q:.{places}f}") != Fraction(p, q):
+            edits += f";; {p / q:.{places}f}"
+    return rng.choice((label, f"${label}$", f"{p}/{q}", f"\\boxed{{{label}}}")), same, edits
 
 
 @recipe
 def decimal(rng):
     places = rng.randrange(1, 5)
     n = rng.randrange(1, 10**5) * 10 + rng.choice((1, 2, 3, 5, 7, 9))
-    value = Fraction(n, 10**places)
     text = f"{n // 10**places}.{n % 10**places:0{places}d}"
-    same = [text + "0", frac(value.numerator, value.denominator), f"{n}/{10**places}",
-            f"\\${text}", f"{n}e-{places}",
-            f"{n} \\cdot 10^{{-{places}}}", f"x={text}", f"{text}\\text{{ cm}}"]  # fmt: skip
-    edits = [
-        f"-{text}",
-        f"{n}",
-        f"{n + 1}e-{places}",
-        text + "1",
-        f"{n}e-{places + 1}",
-        f"{text}, {text}",
-        f"{text}x",
-    ]
+    same = rf"""{text}0 ;; \frac{{{n}}}{{{10**places}}} ;; {n}/{10**places} ;; \${text}
+        {n}e-{places}
+        {n} \cdot 10^{{-{places}}} ;; x={text} ;; {text}\text{{ cm}}
+        {n}\times 10^{{-{places}}}"""
+    edits = rf"""-{text} ;; {n} ;; {n + 1}e-{places} ;; {text}1 ;; {n}e-{places + 1} ;; {text}x
+        {text}, {text} ;; {text}\times 10 ;; {text}^2"""
     return text, same, edits
 
 
@@ -152,215 +117,165 @@ def decimal(rng):
 def scientific(rng):
     m, e = rng.randrange(101, 999), rng.choice((-27, -11, -8, -4, 5, 9, 16, 23))
     text = f"{m / 100:.2f}"
-    same = [f"{text}\\times 10^{{{e}}}", f"{text} \\cdot 10^{{{e}}}", f"{m}e{e - 2}",
-            f"{text}E{e}", f"{text} × 10^{{{e}}}",
-            f"{text}*10^{{{e}}}", f"\\frac{{{m}}}{{100}} 10^{{{e}}}",
-            f"{text}\\times 10^{{{e}}} \\text{{ m}}"]  # fmt: skip
-    same += [f"{m * 10 ** (e - 2)}"] if e > 2 else [f"0.{'0' * (-e - 1)}{m}"]
-    edits = [
-        f"{text}\\times 10^{{{e + 1}}}",
-        f"{(m + 1) / 100:.2f}e{e}",
-        f"-{text}e{e}",
-        f"{text}e{-e}",
-        "0",
-        f"{text}",
-    ]
+    same = rf"""{text}\times 10^{{{e}}} ;; {text} \cdot 10^{{{e}}} ;; {m}e{e - 2} ;; {text}E{e}
+        {text} × 10^{{{e}}} ;; {text}*10^{{{e}}} ;; \frac{{{m}}}{{100}} 10^{{{e}}}
+        {text}\times 10^{{{e}}} \text{{ m}}
+        {m * 10 ** (e - 2) if e > 2 else f"0.{'0' * (-e - 1)}{m}"}"""
+    edits = rf"""{text}\times 10^{{{e + 1}}} ;; {(m + 1) / 100:.2f}e{e} ;; -{text}e{e}
+        {text}e{-e}
+        0 ;; {text} ;; {m}e{e}"""
     return f"{text}e{e}", same, edits
 
 
 @recipe
 def radical(rng):
-    c = rng.choice((2, 3, 5, 6, 7, 10, 11, 13))
-    a, b, d = rng.randrange(-9, 10) or 4, rng.randrange(2, 8), rng.randrange(2, 6)
-    top = f"{a}+{b}\\sqrt{{{c}}}"
-    same = [f"\\frac{{{b}\\sqrt{{{c}}}+{a}}}{{{d}}}".replace("+-", "-"), f"({top})/{d}",
-            f"({a}+\\sqrt{{{b * b * c}}})/{d}",
-            f"\\frac{{{a}}}{{{d}}}+\\frac{{{b}\\sqrt{{{c}}}}}{{{d}}}",
-            f"\\frac{{{a}+{b}\\cdot {c}^{{1/2}}}}{{{d}}}",
-            f"({a}+{b}√{c})/{d}", f"({a}+{b}sqrt({c}))/{d}", f"x=\\frac{{{top}}}{{{d}}}",
-            f"\\frac{{{b * c}}}{{{d}\\sqrt{{{c}}}}}+\\frac{{{a}}}{{{d}}}",
-            f"\\frac{{{a * a - b * b * c}}}{{{d}({a}-{b}\\sqrt{{{c}}})}}"]  # fmt: skip
-    value = (a + b * math.sqrt(c)) / d
-    edits = [f"\\frac{{{a}-{b}\\sqrt{{{c}}}}}{{{d}}}",
-             f"\\frac{{{a}+{c}\\sqrt{{{b}}}}}{{{d}}}" if b != c else "0",
-             f"\\frac{{{a}+{b}\\sqrt[3]{{{c}}}}}{{{d}}}", f"{a}+{b}\\sqrt{{{c}}}", f"{value:.4f}",
-             f"{value:.12f}",
-             f"\\frac{{{a}\\pm {b}\\sqrt{{{c}}}}}{{{d}}}",
-             f"\\frac{{{a}+{b}\\sqrt{{{c + 1}}}}}{{{d}}}",
-             f"\\frac{{{top}}}{{{d}}}+10^{{-25}}", f"\\frac{{{top}}}{{{d}}}i"]  # fmt: skip
-    return f"\\frac{{{top}}}{{{d}}}", same, edits
+    a, b = rng.choice([a for a in range(-9, 10) if a]), rng.randrange(2, 8)
+    c, d = rng.choice((3, 5, 7, 11, 13)), rng.randrange(2, 6)
+    b = b + 1 if b == c else b
+    label, value = rf"\frac{{{a}+{b}\sqrt{{{c}}}}}{{{d}}}", (a + b * math.sqrt(c)) / d
+    same = rf"""({a}+{b}\sqrt{{{c}}})/{d} ;; ({a}+\sqrt{{{b * b * c}}})/{d} ;; ({a}+{b}√{c})/{d}
+        \frac{{{a}}}{{{d}}}+\frac{{{b}\sqrt{{{c}}}}}{{{d}}}
+        \frac{{{a}+{b}\cdot {c}^{{1/2}}}}{{{d}}}
+        ({a}+{b}sqrt({c}))/{d} ;; x={label}
+        \frac{{{b * c}}}{{{d}\sqrt{{{c}}}}}+\frac{{{a}}}{{{d}}}
+        \frac{{{a * a - b * b * c}}}{{{d}({a}-{b}\sqrt{{{c}}})}}
+        \frac{{{b}\sqrt {c}{a:+d}}}{d}"""
+    edits = rf"""\frac{{{a}-{b}\sqrt{{{c}}}}}{{{d}}} ;; \frac{{{a}+{c}\sqrt{{{b}}}}}{{{d}}}
+        {label}i
+        \frac{{{a}+{b}\sqrt[3]{{{c}}}}}{{{d}}} ;; {a}+{b}\sqrt{{{c}}} ;; {value:.4f} ;; {value:.12f}
+        \frac{{{a}\pm {b}\sqrt{{{c}}}}}{{{d}}} ;; \frac{{{a}+{b}\sqrt{{{c + 1}}}}}{{{d}}}
+        {label}+10^{{-25}}"""
+    return label, same, edits
 
 
 @recipe
 def with_pi(rng):
-    p, q = rng.choice(((1, 6), (5, 4), (7, 3), (20, 1), (3, 2), (40, 3)))
-    a = rng.randrange(0, 9)
-    head = f"{a}+" if a else ""
-    coefficient = frac(p, q) if q > 1 else str(p)
-    same = [f"{head}\\frac{{{p}\\pi}}{{{q}}}", f"{head}{p}\\pi/{q}", f"{coefficient}π+{a}",
-            f"{head}{p}π/{q}",
-            f"{head}\\frac{{\\pi}}{{{q}}}\\cdot {p}", f"{head}\\frac{{{p * 2}}}{{{q * 2}}}\\pi",
-            f"r={head}{coefficient}\\pi",
-            f"{head}{p}\\arccos(-1)/{q}", f"{head}{p * 2}\\arcsin(1)/{q}"]  # fmt: skip
-    value = a + p * math.pi / q
-    edits = [f"{head}{coefficient}", f"{head}-{coefficient}\\pi", f"{value:.2f}", f"{value:.14f}",
-             f"{head}\\frac{{{p * 22}}}{{{q * 7}}}",
-             f"{head}{frac(p + 1, q)}\\pi", f"{head}{coefficient}\\pi^2",
-             f"{head}{coefficient}\\pi x", f"{a + 1}+{coefficient}\\pi"]  # fmt: skip
-    return f"{head}{coefficient}\\pi", same, edits
+    (p, q), a = rng.choice(((1, 6), (5, 4), (7, 3), (20, 1), (3, 2), (40, 3))), rng.randrange(1, 9)
+    share, value = frac(p, q) if q > 1 else str(p), a + p * math.pi / q
+    same = rf"""{a}+\frac{{{p}\pi}}{{{q}}} ;; {a}+{p}\pi/{q} ;; {share}π+{a} ;; {a}+{p}π/{q}
+        {a}+\frac{{\pi}}{{{q}}}\cdot {p} ;; {a}+\frac{{{p * 2}}}{{{q * 2}}}\pi ;; r={a}+{share}\pi
+        {a}+{p}\arccos(-1)/{q} ;; {a}+{p * 2}\arcsin(1)/{q}"""
+    edits = rf"""{a}+{share} ;; {a}-{share}\pi ;; {value:.2f} ;; {value:.14f} ;; {a}+{share}\pi^2
+        {a}+\frac{{{p * 22}}}{{{q * 7}}} ;; {a}+{frac(p + 1, q)}\pi ;; {a}+{share}\pi x
+        {a + 1}+{share}\pi"""
+    return rf"{a}+{share}\pi", same, edits
 
 
 @recipe
 def big(rng):
     base, n, f = rng.choice((2, 3, 5, 6)), rng.randrange(40, 400), rng.randrange(10, 60)
-    same = [f"{base}^{{{n - 3}}} \\cdot {base**3} \\cdot {f}!",
-            f"{f}\\cdot {f - 1}! \\cdot {base}^{{{n}}}",
-            f"{base * base}^{{{n // 2}}} \\cdot {base ** (n % 2)} \\times {f}!",
-            f"\\frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}}",
-            f"{base}^{{{n}}}\\cdot {math.factorial(f)}"]  # fmt: skip
-    edits = [f"{base}^{{{n - 1}}} \\cdot {f}!", f"{base}^{{{n}}} \\cdot {f + 1}!",
-             f"{base}^{{{n}}} \\cdot {f}! + 1",
-             f"{base}^{{{n}}}", f"{f}!", f"\\frac{{{f}!}}{{{base}^{{{n}}}}}",
-             f"-{base}^{{{n}}} \\cdot {f}!"]  # fmt: skip
-    return f"{base}^{{{n}}} \\cdot {f}!", same, edits
+    same = rf"""{base}^{{{n - 3}}} \cdot {base**3} \cdot {f}!
+        {f}\cdot {f - 1}! \cdot {base}^{{{n}}}
+        {base * base}^{{{n // 2}}} \cdot {base ** (n % 2)} \times {f}! ;; {base}^{n} \cdot {f}!
+        \frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}} ;; {base}^{{{n}}}\cdot {math.factorial(f)}"""
+    edits = rf"""{base}^{{{n - 1}}} \cdot {f}! ;; {base}^{{{n}}} \cdot {f + 1}! ;; {base}^{{{n}}}
+        {f}!
+        {base}^{{{n}}} \cdot {f}! + 1 ;; \frac{{{f}!}}{{{base}^{{{n}}}}}
+        -{base}^{{{n}}} \cdot {f}!"""
+    return rf"{base}^{{{n}}} \cdot {f}!", same, edits
 
 
 @recipe
 def quantity(rng):
-    n, unit = rng.randrange(2, 400), rng.choice(("cm", "km", "kg", "inches", "hours"))
-    power = rng.choice(("", "^2", "^{3}")) if unit in ("cm", "km", "inches") else ""
-    other = {"cm": "m", "km": "cm", "kg": "g", "inches": "feet", "hours": "minutes"}[unit]
-    long = {
-        "cm": "centimeters",
-        "km": "kilometers",
-        "kg": "kilograms",
-        "inches": "in",
-        "hours": "hrs",
-    }[unit]
-    word = {"": "", "^2": "square ", "^{3}": "cubic "}[power]
-    same = [f"{n}", f"{n}\\text{{ {unit}}}{power}", f"{n}\\,\\mathrm{{{unit}}}{power}",
-            f"{n}\\mbox{{ {long}}}{power}",
-            f"{n}.0 \\text{{ {word}{long}}}", f"x = {n} \\text{{ {unit}}}{power}",
-            f"{n * 3}/3\\ \\text{{{unit}}}{power}"]  # fmt: skip
-    edits = [f"{n}\\text{{ {other}}}{power}", f"{n + 1}\\text{{ {unit}}}{power}", f"{n + 1}",
-             f"-{n}", f"{n}\\text{{ {unit}}}^4",
-             f"{n} \\%", f"{n}^\\circ", f"{n} x"]  # fmt: skip
-    return f"{n}\\text{{ {unit}}}{power}", same, edits
+    n, (unit, long, other) = rng.randrange(2, 400), rng.choice((
+        ("cm", "centimeters", "m"), ("km", "kilometers", "cm"), ("inches", "in", "feet"),
+        ("kg", "kilograms", "g"), ("hours", "hrs", "minutes"),
+    ))  # fmt: skip
+    word, power = rng.choice((("", ""), ("square ", "^2"), ("cubic ", "^{3}")))
+    same = rf"""{n} ;; {n}\text{{ {unit}}}{power} ;; {n}\,\mathrm{{{unit}}}{power}
+        {n}\mbox{{ {long}}}{power} ;; {n}.0 \text{{ {word}{long}}}
+        x = {n} \text{{ {unit}}}{power}
+        {n * 3}/3\ \text{{{unit}}}{power}"""
+    edits = rf"""{n}\text{{ {other}}}{power} ;; {n + 1}\text{{ {unit}}}{power} ;; {n + 1} ;; -{n}
+        {n}\text{{ {unit}}}^4 ;; {n} \% ;; {n}^\circ ;; {n} x"""
+    return rf"{n}\text{{ {unit}}}{power}", same, edits
 
 
 @recipe
 def angle_percent_money(rng):
-    n = rng.randrange(3, 178)
-    cents = f"{n}.{rng.randrange(10, 99)}"
-    label, same, edits = rng.choice((
-        (f"{n}^\\circ", [f"{n}", f"{n}^{{\\circ}}", f"{n}°", f"{n}\\text{{ degrees}}",
-                         f"{n * 2}/2^\\circ", f"\\angle A = {n}^\\circ"],
-         [f"{n + 1}^\\circ", f"{180 - n}^\\circ" if n != 90 else "91", f"\\frac{{{n}\\pi}}{{180}}",
-          f"{n}\\text{{ cm}}", f"-{n}^\\circ"]),
-        (f"{n}\\%", [f"{n}%", f"{n} \\%", frac(n, 100), f"{n / 100:.2f}", f"{n}.0\\%",
-                     f"{n}\\text{{ percent}}"],
-         [f"{n + 1}\\%", f"{n}0\\%", f"{n / 1000:.3f}", f"{n}\\text{{ cm}}", f"-{n}\\%",
-          f"{n / 10:.1f}\\%"]),
-        (f"\\${cents}", [cents, f"\\${cents}0", f"{cents}\\text{{ dollars}}", f"$\\${cents}$"],
-         [f"\\${cents}1", f"{cents}\\text{{ cents}}", f"\\${n}", f"-\\${cents}", f"€{cents}"]),
+    n, c = rng.choice([n for n in range(3, 178) if n != 90]), rng.randrange(10, 100)
+    return rng.choice((
+        (rf"{n}^\circ",
+         rf"{n} ;; {n}^{{\circ}} ;; {n}° ;; {n}\text{{ degrees}} ;; \angle A = {n}^\circ",
+         rf"{n + 1}^\circ ;; {180 - n}^\circ ;; \frac{{{n}\pi}}{{180}} ;; {n}\text{{ m}} ;; -{n}°"),
+        (rf"{n}\%",
+         rf"{n}% ;; {n} \% ;; {frac(n, 100)} ;; {n / 100:.2f} ;; {n}.0\% ;; {n}\text{{ percent}}",
+         rf"{n + 1}\% ;; {n}0\% ;; {n / 1000:.3f} ;; {n}\text{{ cm}} ;; -{n}\% ;; {n / 10:.1f}\%"),
+        (rf"\${n}.{c}", rf"{n}.{c} ;; \${n}.{c}0 ;; {n}.{c}\text{{ dollars}} ;; $\${n}.{c}$",
+         rf"\${n}.{c}1 ;; {n}.{c}\text{{ cents}} ;; \${n} ;; -\${n}.{c} ;; €{n}.{c}"),
     ))  # fmt: skip
-    return label, same, edits
 
 
 @recipe
 def tuples(rng):
     values = rng.sample(range(-30, 300), rng.randrange(2, 5))
-    text = [str(v) for v in values]
-    swapped = [text[1], text[0], *text[2:]]
-    same = [f"({', '.join(text)})", f"\\left({','.join(text)}\\right)",
-            f"({','.join(t + '.0' for t in text)})",
-            f"(a,b)=({','.join(text)})" if len(text) == 2 else f"({'; '.join(text)})",
-            f"({','.join(frac(2 * v, 2) for v in values)})",
-            "\\big(" + ",\\ ".join(text) + "\\big)"]  # fmt: skip
-    edits = [f"({','.join(swapped)})", f"({','.join(text[:-1])})", f"({','.join(text)},0)",
-             f"[{','.join(text)}]",
-             f"({','.join(text)}]", "\\{" + ",".join(text) + "\\}",
-             f"({','.join([str(values[0] + 1), *text[1:]])})",
-             "".join(text).replace("-", ""), f"({','.join(text)}),({','.join(text)})",
-             text[0]]  # fmt: skip
-    return f"({','.join(text)})", same, edits
+    a, b, *rest = text = [str(v) for v in values]
+    inner, loose = ",".join(text), ",\\ ".join(text)
+    same = rf"""({", ".join(text)}) ;; \left({inner}\right)
+        ({",".join(f"{v}.0" for v in values)})
+        ({"; ".join(text)}) ;; ({",".join(frac(2 * v, 2) for v in values)}) ;; \big({loose}\big)
+        ({",".join("xyzw"[: len(text)])})=({inner})"""
+    edits = rf"""({",".join([b, a, *rest])}) ;; ({",".join(text[:-1])}) ;; ({inner},0)
+        [{inner}] ;; ({inner}]
+        \{{{inner}\}} ;; ({",".join([str(values[0] + 1), b, *rest])})
+        {"".join(text).replace("-", "")}
+        ({inner}),({inner}) ;; {a}"""
+    return f"({inner})", same, edits
 
 
 @recipe
 def lists(rng):
     values = rng.sample(range(-20, 60), rng.randrange(2, 6))
-    mixed, text = rng.sample(values, len(values)), [str(v) for v in values]
-    same = [", ".join(map(str, mixed)), "\\{" + ",".join(map(str, mixed)) + "\\}",
-            ",".join(f"{v}.0" for v in mixed),
-            " \\text{ or } ".join(f"x={v}" for v in mixed), " \\text{ and } ".join(map(str,
-                                                                                       mixed)),
-                                                                                       "$" + "$,$".join(text) + "$",
-            f"x = {', '.join(text)}", ", ".join(f"x_{{{k}}}={v}" for k, v in enumerate(mixed)),
-            "; ".join(text)]  # fmt: skip
-    changed = [str(values[0] + 1), *text[1:]]
-    changed = changed if values[0] + 1 not in values else [str(values[0] + 100), *text[1:]]
-    edits = [
-        ",".join(changed),
-        ",".join(text[1:]),
-        ",".join([*text, "77"]),
-        ",".join([*text, text[0]]),
-        text[0],
-        f"[{','.join(text)}]",
-    ]
+    text = [str(v) for v in values]
+    mixed = rng.sample(text, len(text))
+    a_or_b, a_and_b = " \\text{ or } ".join(f"x={v}" for v in mixed), " \\text{ and } ".join(mixed)
+    same = rf"""{", ".join(mixed)} ;; \{{{",".join(mixed)}\}} ;; {",".join(f"{v}.0" for v in mixed)}
+        {a_or_b} ;; {a_and_b} ;; ${"$,$".join(text)}$ ;; x = {", ".join(text)} ;; {"; ".join(text)}
+        {", ".join(f"x_{{{k}}}={v}" for k, v in enumerate(mixed))}"""
+    edits = rf"""{",".join([str(values[0] + 100), *text[1:]])} ;; {",".join(text[1:])}
+        {",".join(text)},77
+        {",".join(text)},{text[0]} ;; {text[0]} ;; [{",".join(text)}]"""
     return ",".join(text), same, edits
 
 
 @recipe
 def tuple_lists(rng):
-    pairs = rng.sample(
-        [(a, b) for a in range(-5, 6) for b in range(1, 9) if a != b], rng.randrange(2, 7)
-    )
-    text = [f"({a},{b})" for a, b in pairs]
+    pairs = [(a, b) for a in range(-5, 6) for b in range(6, 12)]
+    (a, b), *rest = chosen = rng.sample(pairs, rng.randrange(2, 7))
+    text, rest = [f"({x},{y})" for x, y in chosen], "".join(f",({x},{y})" for x, y in rest)
     mixed = rng.sample(text, len(text))
-    same = [
-        ", ".join(mixed),
-        "\\{" + ",".join(mixed) + "\\}",
-        "$" + "$, $".join(mixed) + "$",
-        " \\text{ and } ".join(mixed),
-    ]
-    (a, b), *_ = pairs
-    edits = [",".join(mixed[1:]), ",".join([f"({b},{a})", *text[1:]]) if (b,
-                                                                          a) not in pairs else text[0],
-             ",".join([*text, "(9,9)"]), ",".join([f"({a},{b + 20})", *text[1:]]),
-             ",".join([f"[{a},{b}]", *text[1:]])]  # fmt: skip
+    joined = " \\text{ and } ".join(mixed)
+    same = rf"{', '.join(mixed)} ;; \{{{','.join(mixed)}\}} ;; ${'$, $'.join(mixed)}$ ;; {joined}"
+    edits = rf"""{",".join(mixed[1:])} ;; ({b},{a}){rest} ;; ({a},{b + 20}){rest} ;; [{a},{b}]{rest}
+        {",".join(text)},(9,1)"""
     return ",".join(text), same, edits
 
 
 @recipe
 def plus_minus(rng):
     a, c = rng.randrange(1, 9), rng.choice((2, 3, 5, 19))
-    high, low = f"{a}+\\sqrt{{{c}}}", f"{a}-\\sqrt{{{c}}}"
-    same = [f"{a} \\pm \\sqrt{{{c}}}", f"{low}, {high}", f"\\{{{high},{low}\\}}", f"{a}±√{c}",
-            f"x={a}\\mp\\sqrt{c}",
-            f"\\frac{{{2 * a}\\pm 2\\sqrt{{{c}}}}}{{2}}",
-            f"x={low} \\text{{ or }} x={high}"]  # fmt: skip
-    edits = [high, low, f"{a}\\pm\\sqrt{{{c + 1}}}", f"{high},{high}", f"{high},{low},{a}",
-             f"-{a}\\pm\\sqrt{{{c}}}",
-             f"\\pm({high})", f"({low},{high})"]  # fmt: skip
-    return rng.choice((f"{a} \\pm \\sqrt{{{c}}}", f"{high},{low}")), same, edits[:-1]
+    high, low = rf"{a}+\sqrt{{{c}}}", rf"{a}-\sqrt{{{c}}}"
+    same = rf"""{a} \pm \sqrt{{{c}}} ;; {low}, {high} ;; \{{{high},{low}\}} ;; {a}±√{c}
+        x={a}\mp\sqrt{{{c}}} ;; \frac{{{2 * a}\pm 2\sqrt{{{c}}}}}{{2}}
+        x={low} \text{{ or }} x={high}"""
+    edits = rf"""{high} ;; {low} ;; {a}\pm\sqrt{{{c + 1}}} ;; {high},{high} ;; {high},{low},{a}
+        -{a}\pm\sqrt{{{c}}} ;; \pm({high})"""
+    return rng.choice((rf"{a} \pm \sqrt{{{c}}}", f"{high},{low}")), same, edits
 
 
 @recipe
 def interval(rng):
     a = rng.randrange(-20, 20)
-    b = a + rng.randrange(1, 30)
-    left, right = rng.choice("(["), rng.choice(")]")
-    ops = ("<" if left == "(" else "\\le", "<" if right == ")" else "\\leq")
+    b, left, right = a + rng.randrange(1, 30), rng.choice("(["), rng.choice(")]")
+    below, above = "<" if left == "(" else "\\le", "<" if right == ")" else "\\leq"
     flip = {"(": "[", "[": "(", ")": "]", "]": ")"}
-    same = [f"{left}{a}, {b}{right}", f"\\left{left}{a},{b}\\right{right}",
-            f"x \\in {left}{a},{b}{right}",
-            f"{a} {ops[0]} x {ops[1]} {b}",
-            f"{left}{a}.0,\\frac{{{2 * b}}}{{2}}{right}"]  # fmt: skip
-    edits = [f"{flip[left]}{a},{b}{right}", f"{left}{a},{b}{flip[right]}",
-             f"{left}{a},{b + 1}{right}", f"{left}{a - 1},{b}{right}",
-             f"{left}{a},\\infty)", f"{a}", f"\\{{{a},{b}\\}}", f"x {ops[1]} {b}",
-             f"{left}{b},{a}{right}",
-             f"{left}{a},{b}{right} \\cup [{b + 2},{b + 3}]"]  # fmt: skip
+    same = rf"""{left}{a}, {b}{right} ;; \left{left}{a},{b}\right{right}
+        x \in {left}{a},{b}{right}
+        {a} {below} x {above} {b} ;; {left}{a}.0,\frac{{{2 * b}}}{{2}}{right}"""
+    edits = rf"""{flip[left]}{a},{b}{right} ;; {left}{a},{b}{flip[right]}
+        {left}{a},{b + 1}{right}
+        {left}{a - 1},{b}{right} ;; {left}{a},\infty) ;; {a} ;; \{{{a},{b}\}} ;; x {above} {b}
+        {left}{b},{a}{right} ;; {left}{a},{b}{right} \cup [{b + 2},{b + 3}]"""
     return f"{left}{a},{b}{right}", same, edits
 
 
@@ -368,206 +283,169 @@ def interval(rng):
 def rays(rng):
     a = rng.randrange(-20, 20)
     b = a + rng.randrange(1, 30)
-    cases = (
-        (f"[{a},\\infty)", [f"x \\ge {a}", f"x >= {a}", f"{a} \\le x", f"[{a}, ∞)",
-                            f"[{a},+\\infty)", f"x≥{a}", f"[{a},oo)"],
-         [f"x > {a}", f"x \\le {a}", f"({a},\\infty)", f"[{a + 1},\\infty)", f"{a}", f"[{a},{b}]"]),
-        (f"(-\\infty,{a})\\cup({b},\\infty)",
-         [f"({b},\\infty)\\cup(-\\infty,{a})", f"x<{a} \\text{{ or }} x>{b}", f"(-∞,{a})∪({b},∞)",
-          f"\\mathbb{{R}}\\setminus[{a},{b}]"],
-         [f"(-\\infty,{a}]\\cup({b},\\infty)", f"({a},{b})", f"(-\\infty,{a})",
-          f"(-\\infty,{b})\\cup({a},\\infty)",
-          f"(-\\infty,{a})\\cup({b + 1},\\infty)", f"(-\\infty,{a})\\cup[{b},\\infty)"]),
-        (f"(-\\infty,{a})\\cup({a},\\infty)", [f"x \\ne {a}",
-                                               f"\\mathbb{{R}} \\setminus \\{{{a}\\}}",
-                                               f"x<{a} \\text{{ or }} x>{a}"],
-         [f"\\mathbb{{R}}", f"x \\ne {a + 1}", f"(-\\infty,\\infty)", f"x={a}"]),
-        (f"k \\geqslant {a}", [f"k \\ge {a}", f"[{a},\\infty)", f"{a} \\leqslant k"],
-         [f"n \\ge {a}", f"k > {a}", f"k \\le {a}", f"{a}"]),
-    )  # fmt: skip
-    return rng.choice(cases)
+    outside = rf"(-\infty,{a})\cup({b},\infty)"
+    return rng.choice((
+        (rf"[{a},\infty)",
+         rf"x \ge {a} ;; x >= {a} ;; {a} \le x ;; [{a}, ∞) ;; [{a},+\infty) ;; x≥{a} ;; [{a},oo)",
+         rf"x > {a} ;; x \le {a} ;; ({a},\infty) ;; [{a + 1},\infty) ;; {a} ;; [{a},{b}]"),
+        (outside,
+         rf"""({b},\infty)\cup(-\infty,{a}) ;; x<{a} \text{{ or }} x>{b} ;; (-∞,{a})∪({b},∞)
+         \mathbb{{R}}\setminus[{a},{b}]""",
+         rf"""(-\infty,{a}]\cup({b},\infty) ;; ({a},{b}) ;; (-\infty,{a})
+        (-\infty,{a})\cup[{b},\infty)
+         (-\infty,{b})\cup({a},\infty) ;; (-\infty,{a})\cup({b + 1},\infty)"""),
+        (rf"(-\infty,{a})\cup({a},\infty)",
+         rf"x \ne {a} ;; \mathbb{{R}} \setminus \{{{a}\}} ;; x<{a} \text{{ or }} x>{a}",
+         rf"\mathbb{{R}} ;; x \ne {a + 1} ;; (-\infty,\infty) ;; x={a}"),
+        (rf"k \geqslant {a}", rf"k \ge {a} ;; [{a},\infty) ;; {a} \leqslant k",
+         rf"n \ge {a} ;; k > {a} ;; k \le {a} ;; {a}"),
+    ))  # fmt: skip
 
 
 @recipe
 def polynomial(rng):
     roots, name = rng.sample(range(-7, 8), rng.choice((2, 3))), rng.choice("xtnk")
     c = expanded(roots)
+    shown, product = poly(c, name), factored(roots, name)
     ascending = "+".join(f"({v}){name}^{{{k}}}" for k, v in enumerate(c))
-    same = [poly(c, name), factored(roots, name), ascending, factored(roots[::-1], name),
-            f"f({name}) = {poly(c, name)}",
-            f"y={factored(roots, name)}", f"\\frac{{2{factored(roots, name)}}}{{2}}", poly(c,
-                                                                                           name).replace(" ", "")]  # fmt: skip
-    bumped = [c[0] + 1, *c[1:]]
-    edits = [poly(bumped, name), poly([-v for v in c], name), poly(c, "y"), factored([roots[0] + 1,
-                                                                                      *roots[1:]],
-                                                                                      name),
-             f"{factored(roots, name)}{name}", poly([2 * v for v in c], name),
-             f"{poly(c, name)} + 10^{{-30}}"]  # fmt: skip
-    return rng.choice((poly(c, name), factored(roots, name), f"${poly(c, name)}$")), same, edits
+    spaced = shown.replace("+", " + ").replace("-", " - ")
+    same = rf"""{shown} ;; {product} ;; {ascending} ;; {factored(roots[::-1], name)} ;; y={product}
+        f({name}) = {shown} ;; \frac{{2{product}}}{{2}} ;; {spaced}"""
+    edits = rf"""{poly([c[0] + 1, *c[1:]], name)} ;; {poly([-v for v in c], name)} ;; {poly(c, "y")}
+        {factored([roots[0] + 1, *roots[1:]], name)} ;; {product}{name} ;; 2{product}
+        {shown} + 10^{{-30}}"""
+    return rng.choice((shown, product, f"${shown}$")), same, edits
+
+
+FORMULAS = r"""
+\frac{n(n+1)}{2}
+    \frac{n^2+n}{2} ;; n(n+1)/2 ;; \binom{n+1}{2} ;; \frac12 n(n+1) ;; 0.5n^2+\frac n2 ;; (n+1)n/2
+    \frac{n(n-1)}{2} ;; n(n+1) ;; \frac{m(m+1)}{2} ;; \frac{n^2+1}{2} ;; \binom{n}{2}
+\binom{2n}{n}
+    \frac{(2n)!}{n!^2} ;; \dbinom{2n}{n} ;; \frac{(2n)!}{n! n!}
+    \binom{2n}{n+1} ;; \binom{n}{2} ;; \frac{(2n)!}{n!} ;; 2^n
+2^{n}-n-1
+    2^n-(n+1) ;; -1-n+2^{n} ;; 2\cdot 2^{n-1}-n-1
+    2^n-n+1 ;; 2^{n+1}-n-1 ;; 2^n ;; n^2-n-1
+m n-\lfloor m / 2\rfloor
+    nm - \left\lfloor \frac{m}{2} \right\rfloor ;; mn-⌊m/2⌋
+    mn-\lceil m/2\rceil ;; mn-m/2 ;; mn ;; mn-\lfloor n/2\rfloor
+\lfloor\sqrt{n+3}\rfloor
+    \left\lfloor \sqrt{3+n} \right\rfloor ;; ⌊√(n+3)⌋
+    \lfloor\sqrt{n+2}\rfloor ;; \lfloor\sqrt{m+3}\rfloor ;; \sqrt{n+3} ;; \lceil\sqrt{n+3}\rceil
+\frac{1}{2a}(e^{at}-e^{-at})
+    \frac{\sinh(at)}{a} ;; \frac{e^{a t}-e^{-a t}}{2 a} ;; \frac{1}{2a}(\exp(at)-\exp(-at))
+    \frac{1}{2a}(e^{at}+e^{-at}) ;; \frac{\cosh(at)}{a} ;; \frac{1}{2}(e^{at}-e^{-at})
+C_{1} \cos (2 t)+C_{2} \sin (2 t)
+    C_2\sin 2t + C_1\cos 2t ;; C_1\cos(2t)+C_2\sin(2t)
+    C_1\cos 2t + C_1 \sin 2t ;; C_{2} \cos (2 t)+C_{1} \sin (2 t) ;; \cos 2t+\sin 2t
+\sqrt{2} \cos (2 t-\pi / 4)
+    \cos(2t)+\sin(2t) ;; \sqrt2\cos(2t-\frac{\pi}{4})
+    \sqrt{2} \cos (2 t+\pi / 4) ;; \cos(2t)-\sin(2t) ;; 2\cos(2t-\pi/4)
+\frac{a M^{1 / 3}}{G M^{2 / 3}+b}
+    \frac{a\sqrt[3]{M}}{b+G M^{2/3}} ;; \dfrac{aM^{1/3}}{G M^{2/3}+b}
+    \frac{a M^{1/3}}{G M^{2/3}-b} ;; \frac{a M}{GM+b} ;; \frac{a M^{1/3}}{G M^{1/3}+b}
+\frac{\log 2}{\log 2-\log 3}
+    \frac{\ln 2}{\ln 2-\ln 3} ;; \frac{\ln 2}{\ln(2/3)} ;; \log_{2/3} 2
+    \frac{\log 3}{\log 2-\log 3} ;; -1.7095 ;; \frac{\ln 2}{\ln 3-\ln 2}
+\lim_{t \to 0} v^{\prime\prime}(t)
+    $\lim_{t \to 0} v^{\prime\prime}(t)$
+    \lim_{t \to 1} v^{\prime\prime}(t) ;; 0 ;; \lim_{t \to 0} v^{\prime}(t) ;; v
+"""
 
 
 @recipe
-def closed_form(rng):
-    return rng.choice((
-        ("\\frac{n(n+1)}{2}", ["\\frac{n^2+n}{2}", "n(n+1)/2", "\\binom{n+1}{2}",
-                               "\\frac12 n(n+1)", "0.5n^2+\\frac n2", "(n+1)n/2"],
-         ["\\frac{n(n-1)}{2}", "n(n+1)", "\\frac{m(m+1)}{2}", "\\frac{n^2+1}{2}", "\\binom{n}{2}",
-          "\\frac{n(n+1)}{3}"]),
-        ("\\binom{2n}{n}", ["\\frac{(2n)!}{n!^2}", "\\dbinom{2n}{n}", "\\frac{(2n)!}{n! n!}"],
-         ["\\binom{2n}{n+1}", "\\binom{n}{2}", "\\frac{(2n)!}{n!}", "2^n"]),
-        ("2^{n}-n-1", ["2^n-(n+1)", "-1-n+2^{n}", "2\\cdot 2^{n-1}-n-1"], ["2^n-n+1",
-                                                                           "2^{n+1}-n-1", "2^n",
-                                                                           "n^2-n-1"]),
-        ("m n-\\lfloor m / 2\\rfloor", ["nm - \\left\\lfloor \\frac{m}{2} \\right\\rfloor",
-                                        "mn-⌊m/2⌋"],
-         ["mn-\\lceil m/2\\rceil", "mn-m/2", "mn", "mn-\\lfloor n/2\\rfloor"]),
-        ("\\frac{1}{2a}(e^{at}-e^{-at})", ["\\frac{\\sinh(at)}{a}",
-                                           "\\frac{e^{a t}-e^{-a t}}{2 a}",
-                                           "\\frac{1}{2a}(\\exp(at)-\\exp(-at))"],
-         ["\\frac{1}{2a}(e^{at}+e^{-at})", "\\frac{\\cosh(at)}{a}",
-          "\\frac{1}{2}(e^{at}-e^{-at})"]),
-        ("C_{1} \\cos (2 t)+C_{2} \\sin (2 t)", ["C_2\\sin 2t + C_1\\cos 2t",
-                                                 "C_1\\cos(2t)+C_2\\sin(2t)"],
-         ["C_1\\cos 2t + C_1 \\sin 2t", "C_{2} \\cos (2 t)+C_{1} \\sin (2 t)", "\\cos 2t+\\sin 2t",
-          "C_{1} \\cos (t)+C_{2} \\sin (2 t)"]),
-        ("\\sqrt{2} \\cos (2 t-\\pi / 4)", ["\\cos(2t)+\\sin(2t)",
-                                            "\\sqrt2\\cos(2t-\\frac{\\pi}{4})"],
-         ["\\sqrt{2} \\cos (2 t+\\pi / 4)", "\\cos(2t)-\\sin(2t)", "2\\cos(2t-\\pi/4)"]),
-        ("\\frac{a M^{1 / 3}}{G M^{2 / 3}+b}", ["\\frac{a\\sqrt[3]{M}}{b+G M^{2/3}}"],
-         ["\\frac{a M^{1/3}}{G M^{2/3}-b}", "\\frac{a M}{GM+b}"]),
-        ("\\frac{\\log 2}{\\log 2-\\log 3}", ["\\frac{\\ln 2}{\\ln 2-\\ln 3}",
-                                              "\\frac{\\ln 2}{\\ln(2/3)}", "\\log_{2/3} 2"],
-         ["\\frac{\\log 3}{\\log 2-\\log 3}", "-1.7095", "\\frac{\\ln 2}{\\ln 3-\\ln 2}"]),
-    ))  # fmt: skip
+def formula(rng):
+    lines = FORMULAS.strip().split("\n")
+    k = 3 * rng.randrange(len(lines) // 3)
+    return lines[k], lines[k + 1], lines[k + 2]
 
 
 @recipe
 def assignment(rng):
     m, c, k = rng.randrange(2, 9), rng.randrange(1, 9), rng.randrange(2, 5)
-    same = [
-        f"{m}x+{c}",
-        f"y={c}+{m}x",
-        f"{m}x - y + {c} = 0",
-        f"{k}y = {k * m}x + {k * c}",
-        f"y = {m}(x+\\frac{{{c}}}{{{m}}})",
-    ]
-    edits = [
-        f"{m}x-{c}",
-        f"y={m + 1}x+{c}",
-        f"z = {m}x+{c}",
-        f"x = {m}y+{c}",
-        f"{m}x + y + {c} = 0",
-        f"y={c}",
-        f"{m}t+{c}",
-        "y=y",
-    ]
     if rng.random() < 0.5:
-        return f"y = {m}x + {c}", same, edits
-    same = [f"{m}x+{c}", f"f(x)={c}+{m}x", f"f(x) = {k * m}x/{k} + {c}"]
-    return (
-        f"f(x)={m} x+{c}",
-        same,
-        [f"f(x)={m}x", f"g(x)={m}x+{c}", f"{m}x-{c}", f"f(x)={m}x+{c}, f(x)=x"],
-    )
+        same = f"{m}x+{c} ;; f(x)={c}+{m}x ;; f(x) = {k * m}x/{k} + {c} ;; f(t)={m}t+{c}"
+        edits = f"f(x)={m}x ;; g(x)={m}x+{c} ;; {m}x-{c} ;; f(x)={m}x+{c}, f(x)=x ;; f(t)={m}x+{c}"
+        return f"f(x)={m} x+{c}", same, edits
+    same = rf"""{m}x+{c} ;; y={c}+{m}x ;; {m}x - y + {c} = 0 ;; {k}y = {k * m}x + {k * c}
+        y = {m}(x+\frac{{{c}}}{{{m}}})"""
+    edits = f"""{m}x-{c} ;; y={m + 1}x+{c} ;; z = {m}x+{c} ;; x = {m}y+{c} ;; {m}x + y + {c} = 0
+        y={c} ;; {m}t+{c} ;; y=y"""
+    return f"y = {m}x + {c}", same, edits
 
 
 @recipe
 def equation(rng):
-    a, b, c = rng.randrange(2, 9), rng.randrange(2, 9), rng.randrange(1, 9)
-    if rng.random() < 0.5:
-        a, b = a + 9, b + 20
-    same = [
-        f"{2 * a}x - {2 * b}y + {2 * c} = 0",
-        f"{a}x + {c} = {b}y",
-        f"-{a}x+{b}y-{c}=0",
-        f"{b}y-{a}x = {c}",
-        f"y=\\frac{{{a}x+{c}}}{{{b}}}",
-    ]
-    edits = [f"{a}x - {b}y - {c} = 0", f"{a}x + {b}y + {c} = 0", f"{a}x-{b}y+{c}",
-             f"{a}x - {b}y + {c} = 1", "0=0", f"{a + 1}x - {b}y + {c} = 0",
-             f"{a}x - {b}z + {c} = 0", f"{a}x - {b}y + {c} \\ge 0"]  # fmt: skip
+    a, b, c = rng.randrange(2, 20), rng.randrange(20, 40), rng.randrange(1, 9)
+    same = rf"""{2 * a}x - {2 * b}y + {2 * c} = 0 ;; {a}x + {c} = {b}y ;; -{a}x+{b}y-{c}=0
+        {b}y-{a}x = {c} ;; y=\frac{{{a}x+{c}}}{{{b}}}"""
+    edits = rf"""{a}x - {b}y - {c} = 0 ;; {a}x + {b}y + {c} = 0 ;; {a}x-{b}y+{c} ;; 0=0
+        {a}x - {b}y + {c} = 1 ;; {a + 1}x - {b}y + {c} = 0 ;; {a}x - {b}z + {c} = 0
+        {a}x - {b}y + {c} \ge 0"""
     return f"{a}x - {b}y + {c} = 0", same, edits
 
 
 @recipe
 def matrix(rng):
-    rows = [[rng.randrange(-9, 10) for _ in range(2)] for _ in range(2)]
-    if rows[0][1] == rows[1][0]:
-        rows[0][1] += 1
+    a, b, c, d = rng.randrange(1, 9), rng.randrange(-9, 0), rng.randrange(10, 20), rng.randrange(9)
 
     def show(rows, kind="pmatrix"):
-        return (
-            f"\\begin{{{kind}}} "
-            + " \\\\ ".join(" & ".join(map(str, row)) for row in rows)
-            + f" \\end{{{kind}}}"
-        )
+        cells = " \\\\ ".join(" & ".join(map(str, row)) for row in rows)
+        return f"\\begin{{{kind}}} {cells} \\end{{{kind}}}"
 
-    flipped = [list(row) for row in zip(*rows, strict=True)]
-    bumped = [[rows[0][0] + 1, rows[0][1]], rows[1]]
-    doubled = [[2 * x for x in row] for row in rows]
-    same = [show(rows, "bmatrix"), show(rows).replace(" ", ""), f"\\frac{{1}}{{2}}{show(doubled)}",
-            f"A = {show(rows)}",
-            show([[frac(2 * x, 2) for x in row] for row in rows])]  # fmt: skip
-    edits = [
-        show(flipped),
-        show(bumped),
-        show(rows[:1]),
-        show([row[:1] for row in rows]),
-        show(doubled),
-        f"-{show(rows)}" if any(map(any, rows)) else "0",
-    ]
+    rows = [[a, b], [c, d]]
+    doubled, halves = (
+        [[f(x) for x in row] for row in rows] for f in ((2).__mul__, lambda x: frac(2 * x, 2))
+    )
+    same = rf"""{show(rows, "bmatrix")} ;; {show(rows).replace(" ", "")}
+        \frac{{1}}{{2}}{show(doubled)}
+        A = {show(rows)} ;; {show(halves)}"""
+    edits = rf"""{show([[a, c], [b, d]])} ;; {show([[a + 1, b], [c, d]])} ;; {show([[a, b]])}
+        {show([[a], [c]])} ;; {show(doubled)} ;; -{show(rows)} ;; ({a},{b},{c},{d})"""
     return show(rows), same, edits
 
 
 @recipe
 def complex_number(rng):
     a, b = rng.sample(range(1, 10), 2)
-    square = f"{a * a - b * b}{2 * a * b:+d}i"
     if rng.random() < 0.5:
-        return square, [f"({a}+{b}i)^2", f"{2 * a * b}i+{a * a - b * b}", f"-({b}-{a}i)^2"], [
-            f"({a}-{b}i)^2", f"{a * a - b * b}", f"{2 * a * b}i", f"({a}+{b}i)^3",
-            f"{a * a + b * b}+{2 * a * b}i"]  # fmt: skip
-    return f"{a}-{b}i", [f"-{b}i+{a}", f"{a}-{b}\\mathrm{{i}}", f"z={a}-{b}i",
-                         f"\\frac{{{2 * a}-{2 * b}i}}{{2}}"], [
-        f"{a}+{b}i", f"-{a}-{b}i", f"{b}-{a}i" if a != b else "0", f"{a}-{b}", f"({a},-{b})",
-        f"{a}-{b}x"]  # fmt: skip
+        label = f"{a * a - b * b}{2 * a * b:+d}i"
+        same = (
+            f"({a}+{b}i)^2 ;; {2 * a * b}i+{a * a - b * b} ;; -({b}-{a}i)^2 ;; ({a}+{b}i)({a}+{b}i)"
+        )
+        edits = (
+            f"({a}-{b}i)^2 ;; {a * a - b * b} ;; {2 * a * b}i ;; ({a}+{b}i)^3 ;; {a * a + b * b}"
+        )
+        return label, same, edits
+    same = rf"-{b}i+{a} ;; {a}-{b}\mathrm{{i}} ;; z={a}-{b}i ;; \frac{{{2 * a}-{2 * b}i}}{{2}}"
+    edits = f"{a}+{b}i ;; -{a}-{b}i ;; {b}-{a}i ;; {a}-{b} ;; ({a},-{b}) ;; {a}-{b}x"
+    return f"{a}-{b}i", same, edits
 
 
 @recipe
 def in_base(rng):
     base = rng.randrange(4, 10)
-    digits = "".join(str(rng.randrange(1, base)) for _ in range(rng.randrange(2, 5)))
-    other = base + 1 if base < 9 else 4 if max(digits) < "4" else 11
-    same = [
-        f"{digits}_{{{base}}}",
-        f"({digits})_{base}",
-        f"N = {digits}_{base}",
-        f"0{digits}_{base}",
-    ]
-    edits = [
-        f"{digits}_{{{other}}}",
-        f"{digits}1_{base}",
-        digits,
-        f"{digits}_{{10}}",
-        f"{digits[::-1]}_{base}" if digits != digits[::-1] else "0",
-    ]
+    digits = f"{rng.randrange(1, base - 1)}{rng.randrange(base)}{base - 1}"
+    same = rf"{digits}_{{{base}}} ;; ({digits})_{base} ;; N = {digits}_{base} ;; 0{digits}_{base}"
+    edits = rf"""{digits}_{{{base + 1}}} ;; {digits}1_{base} ;; {digits} ;; {digits}_{{10}}
+        {digits[::-1]}_{base}"""
     return f"{digits}_{base}", same, edits
 
 
 @recipe
 def words(rng):
     word, other = rng.sample(("west", "even", "ellipse", "Evelyn", "monday", "increasing"), 2)
-    letter, next_letter = rng.sample("ABCDE", 2)
-    return rng.choice((
-        (f"\\text{{{word}}}", [word, f"\\text{{{word.upper()}}}", f"\\textbf{{{word}}}",
-                               f"\\mathrm{{{word}}}", f" {word}. "],
-         [other, f"\\text{{{other}}}", f"\\text{{not {word}}}", f"\\text{{{word} or {other}}}",
-          word[::-1], word[:-1]]),
-        (f"\\text{{({letter})}}", [letter, f"({letter})", f"\\textbf{{{letter}}}",
-                                   f"\\text{{({letter.lower()})}}", f"\\mathrm{{({letter})}}"],
-         [next_letter, f"({next_letter})", f"{letter}, {next_letter}",
-          f"{letter} \\text{{ or }} {next_letter}", f"{letter}{next_letter}"]),
-    ))  # fmt: skip
+    a, b = rng.sample("ABCDE", 2)
+    if rng.random() < 0.5:
+        same = rf"""{word} ;; \text{{{word.upper()}}} ;; \textbf{{{word}}} ;; \mathrm{{{word}}}
+            {word}."""
+        edits = rf"""{other} ;; \text{{{other}}} ;; \text{{not {word}}}
+        \text{{{word} or {other}}}
+            {word[::-1]} ;; {word[:-1]}"""
+        return rf"\text{{{word}}}", same, edits
+    same = rf"{a} ;; ({a}) ;; \textbf{{{a}}} ;; \text{{({a.lower()})}} ;; \mathrm{{({a})}}"
+    return rf"\text{{({a})}}", same, rf"{b} ;; ({b}) ;; {a}, {b} ;; {a} \text{{ or }} {b} ;; {a}{b}"
 
 
 @recipe
@@ -575,19 +453,8 @@ def ratio(rng):
     a, b = rng.choice(((3, 4), (5, 7), (2, 9), (1, 6)))
     return (
         f"{a}:{b}",
-        [f"{a} : {b}", f"{2 * a}:{2 * b}"],
-        [f"{b}:{a}", f"{a}:{b + 1}", f"{a}:{b}:1", f"{a},{b}"],
-    )
-
-
-@recipe
-def only_text(rng):
-    name = rng.choice("vyq")
-    label = f"\\lim_{{t \\to 0}} {name}^{{\\prime\\prime}}(t) \\sum_k c_k"
-    return (
-        label,
-        [f" {label} ", f"${label}$"],
-        [label.replace("0", "1"), "0", label.replace("\\prime\\prime", "\\prime"), name],
+        f"{a} : {b} ;; {2 * a}:{2 * b}",
+        f"{b}:{a} ;; {a}:{b + 1} ;; {a}:{b}:1 ;; {a},{b}",
     )
 
 
@@ -600,11 +467,12 @@ WRAPS = (
 
 
 def pairs(count, seed=0):
-    """At least `count` tuples (response, label, expected, answer), all recipes in turn."""
-    rng, out = random.Random(seed), []
+    """At least `count` different (response, label, expected, answer), all recipes in turn."""
+    rng, out = random.Random(seed), {}
     while len(out) < count:
         for make in RECIPES:
             label, same, edits = make(rng)
-            for answers, expected in (([label, *same], True), (edits, False)):
-                out += [(rng.choice(WRAPS).format(x), label, expected, x) for x in answers]
-    return out
+            for answers, expected in (([label, *texts(same)], True), (texts(edits), False)):
+                for answer in answers:
+                    out[rng.choice(WRAPS).format(answer), label, expected, answer] = None
+    return list(out)

@@ -391,6 +391,20 @@ kernels.logprob_entropy(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+# --- the benchmark ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_training_takes_a_sixth_of_the_naive_memory():
+    command = [sys.executable, "kernels/bench.py", "--heads", "naive", "torch", "--rounds", "1"]
+    command += ["--sizes", "2048,576,32768"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    table = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in table.stdout.splitlines() if line.startswith("torch  ")]
+    assert len(rows) == 2  # forward; forward and backward
+    assert all(float(row[-1]) <= 1 / 6 for row in rows)
+
+
 # --- the Triton kernels, interpreted ------------------------------------------------------------
 
 

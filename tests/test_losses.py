@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -542,3 +543,33 @@ def test_every_row_is_what_its_paper_says():
         row = losses.ALGORITHMS[name]
         assert (row.advantage, row.objective) == (advantage, objective), name
         assert row.defaults == common | differences, name
+
+
+def test_the_gradient_weights_in_the_documentation():
+    settings_by_label = {
+        "REINFORCE": dict(objective="reinforce"),
+        "clip 0.2 / 0.2": {},
+        "clip 0.2 / 0.28": dict(clip_high=0.28),
+        "dual clip, c = 1.2": dict(dual_clip=1.2),
+        "CISPO 0.2 / 0.2": dict(objective="cispo"),
+        "SAPO": dict(objective="sapo"),
+        "GMPO 0.4 / 0.4": dict(objective="gmpo", clip_low=0.4, clip_high=0.4),
+        "window 0.3 / 5 (SAO)": dict(objective="trust_mask", clip_low=0.3, clip_high=5.0),
+    }
+    text = (Path(__file__).parent.parent / "docs/objectives.md").read_text(encoding="utf-8")
+    seen, advantage, ratios = set(), None, None
+    for line in text.split("### Aggregation")[0].splitlines():
+        label, *cells = [cell.strip().replace("−", "-") for cell in line.strip("| ").split("|")]
+        if label.startswith("A = "):
+            advantage, ratios = float(label.split()[2].strip(",")), [float(c) for c in cells]
+        if label not in settings_by_label or ratios is None:
+            continue
+        new = torch.tensor(ratios, dtype=torch.float64).log()[:, None].requires_grad_()
+        zero = torch.zeros_like(new)
+        loss, _ = losses.policy_loss(
+            new, zero, zero + advantage, zero == 0, **settings_by_label[label]
+        )
+        gradient = -len(ratios) * torch.autograd.grad(loss, new)[0][:, 0]
+        assert [float(c) for c in cells] == pytest.approx(gradient.tolist(), abs=6e-4), line
+        seen.add(label)
+    assert seen == settings_by_label.keys()

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import random
+import sys
 import time
 from itertools import pairwise
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch.nn.attention import varlen
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -204,7 +204,7 @@ def test_float32_masters_with_bfloat16_activations(tmp_path):
 
 
 def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeypatch):
-    signature = inspect.signature(varlen.varlen_attn)
+    signature = inspect.signature(model_file.varlen_attn)
 
     def on_cpu(*args, **kwargs):
         a = signature.bind(*args, **kwargs).arguments
@@ -216,14 +216,14 @@ def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeyp
         return torch.cat(out, 1).transpose(0, 1)
 
     on_cpu.__signature__ = signature
-    monkeypatch.setattr(varlen, "varlen_attn", on_cpu)
-    monkeypatch.setitem(__import__("sys").modules, "flash_attn", None)
+    monkeypatch.setattr(model_file, "varlen_attn", on_cpu)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     kernel = model_file.varlen_kernel.__wrapped__()
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     expected = packed_attention(cu_seqlens, 5)(0, q, k, v)
     torch.testing.assert_close(kernel(q, k, v, cu_seqlens, 5), expected)
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal: None)
+    monkeypatch.setattr(model_file, "varlen_attn", lambda query, key, value, is_causal: None)
     assert model_file.varlen_kernel.__wrapped__() is None  # torch 2.10 has no such arguments
 
 

@@ -271,12 +271,13 @@ def test_hostile_input_is_refused_in_time(name):
     assert not os.path.exists("/tmp/verify-was-here")
 
 
-VOCABULARY = (
-    "\\frac \\sqrt \\binom \\pi \\infty \\sin \\log \\exp ^ _ { } ( ) [ ] \\{ \\} | , ; : = < > \\le \\ge \\ne \\in "
-    "\\cup \\cap \\setminus \\pm \\mp + - * / ! ' % \\% \\$ \\text{ \\mathrm{ \\mathbb{R} \\begin{pmatrix} "
-    "\\end{pmatrix} & \\\\ \\left \\right \\lfloor \\rfloor \\langle \\rangle \\overline \\angle x y n e i 0 1 2 12 "
-    "0.5 1e5 1,200 f(x) or and cm \\text{cm} ^\\circ ² ₁ ½ . \\, \\! ~ $ \\boxed{ oo west \\over \\mid ^{9^9} 9999!"
-).split()
+VOCABULARY = r"""
+\frac \sqrt \binom \pi \infty \sin \log \exp ^ _ { } ( ) [ ] \{ \} | , ; : = < > \le \ge \ne \in
+\cup \cap \setminus \pm \mp + - * / ! ' % \% \$ \text{ \mathrm{ \mathbb{R} \begin{pmatrix}
+\end{pmatrix} & \\ \left \right \lfloor \rfloor \langle \rangle \overline \angle x y n e i 0 1 2
+12 0.5 1e5 1,200 f(x) or and cm \text{cm} ^\circ ² ₁ ½ . \, \! ~ $ \boxed{ oo west \over \mid
+^{9^9} 9999!
+""".split()
 LABELS = sorted({label for _, label, _, _ in pairs(1500, seed=1)})
 
 
@@ -326,11 +327,11 @@ def test_fuzz_no_fault_no_hang_no_change_on_repetition(pred, label):
 
 
 def test_neither_torch_nor_transformers_is_imported():
-    code = "import sys, verify; print(sorted({'torch', 'transformers', 'sympy', 'numpy'} & set(sys.modules)))"
+    code = "import sys, verify; print({'torch', 'transformers', 'sympy'} & set(sys.modules))"
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=VERIFY.parent, capture_output=True, text=True
     )
-    assert out.stdout.strip() == "[]", out.stderr
+    assert out.stdout.strip() == "set()", out.stderr
 
 
 def test_cases_prints_one_verdict_a_line(tmp_path):
@@ -360,6 +361,22 @@ def test_audit_tells_what_labels_will_do(tmp_path):
     assert counts["several values"] == 1 and counts["multiple choice"] == 1
     file.write_text(json.dumps({"label": "3"}))
     assert run("--audit", str(file)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read"),
+        ('{"response": "a", "label": "b"}\nnot json', "line 2: not JSON"),
+        ('{"response": "a"}', "line 1: no label"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, message):
+    file = tmp_path / "cases.jsonl"
+    if content is not None:
+        file.write_text(content)
+    out = run("--cases", str(file))
+    assert out.returncode == 1 and message in out.stderr and "Traceback" not in out.stderr
 
 
 def test_one_verdict_is_explained_in_words():

@@ -11,7 +11,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from label_rewrites import pairs
 
 import verify
 
@@ -94,6 +96,8 @@ def test_verdicts_come_in_order_and_equal_those_in_process():
             verify.verify(*p, "require") for p in pairs[:20]
         ]
         assert verifier.submit("\\boxed{1/2}", "0.5").result() == (True, "ok", "1/2")
+        with pytest.raises(ValueError, match="auto, require or none"):
+            verifier.submit("\\boxed{1/2}", "0.5", think="yes")
         assert len(children() - before) == 2
     assert children() == before  # no process is left, not even a zombie
 
@@ -115,11 +119,9 @@ def test_any_text_passes_the_protocol():
         assert verifier.score([("\\boxed{3}", text) for text in texts]) == [
             verify.verify("\\boxed{3}", text) for text in texts
         ]
-        assert verifier.score([(None, "3"), ("\\boxed{3}", 3), ("\\boxed{3}", None)]) == [
-            (False, "no_box", None),
-            (True, "ok", "3"),
-            (False, "empty", "3"),
-        ]
+        labels = (3, np.int64(3), np.float64(3), None)  # as they come out of a parquet file
+        verdicts = verifier.score([("\\boxed{3}", label) for label in labels] + [(None, "3")])
+        assert [v.reason for v in verdicts] == ["ok", "ok", "ok", "empty", "no_box"]
 
 
 @pytest.mark.parametrize("label", ["hang", "sleep through alarms"])
@@ -279,27 +281,31 @@ def test_a_worker_that_cannot_start_is_an_error_and_not_a_reward_of_zero(tmp_pat
         verifier.score(SUMS[:1])
 
 
-def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def usage(pid):
+    """Resident MiB and CPU seconds of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    seconds = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, seconds
 
 
 @pytest.mark.slow
-def test_memory_is_flat_and_throughput_is_high_over_25_000_checks():
-    from label_rewrites import pairs
-
+def test_memory_is_flat_and_800_checks_a_second_fit_two_cores():
+    """Over 25,000 checks. CPU time, because wall time says little on a shared machine."""
     graded = [(response, label) for response, label, _, _ in pairs(5000)]
     with verify.Verifier(num_workers=2) as verifier:
         verifier.score(graded)
-        before = [resident_bytes(worker.process.pid) for worker in verifier.workers]
-        start = time.monotonic()
+        pids = [worker.process.pid for worker in verifier.workers]
+        before, start, cpu = list(map(usage, pids)), time.monotonic(), time.process_time()
         for _ in range(5):
             verifier.score(graded)
-        rate = 5 * len(graded) / (time.monotonic() - start)
-        after = [resident_bytes(worker.process.pid) for worker in verifier.workers]
-    growth = max(b - a for a, b in zip(before, after, strict=True)) / 2**20
-    print(f"{rate:.0f} checks/s, memory grew by {growth:.1f} MiB")
+        after, wall = list(map(usage, pids)), time.monotonic() - start
+    growth = max(b[0] - a[0] for a, b in zip(before, after, strict=True))
+    cpu = time.process_time() - cpu + sum(b[1] - a[1] for a, b in zip(before, after, strict=True))
+    count = 5 * len(graded)
+    print(f"{1000 * cpu / count:.2f} ms CPU a check, {count / wall:.0f}/s, growth {growth:.1f} MiB")
     assert growth < 10
-    assert rate > 300
+    assert 2 / (cpu / count) > 800
 
 
 RANK = """
@@ -308,7 +314,8 @@ sys.path.insert(0, {root!r})
 import verify
 dist.init_process_group("gloo")
 with verify.Verifier(num_workers=2, timeout_s=5) as verifier:
-    pairs = [("\\\\boxed{{%d}}" % k if k % 10 else "\\\\boxed{{9^{{9^{{9^{{9}}}}}}}}", str(k)) for k in range(40)]
+    tower = "\\\\boxed{{9^{{9^{{9^{{9}}}}}}}}"
+    pairs = [("\\\\boxed{{%d}}" % k if k % 10 else tower, str(k)) for k in range(40)]
     right = [v.correct for v in verifier.score(pairs)] == [k % 10 > 0 for k in range(40)]
 dist.barrier()
 print("rank", dist.get_rank(), right, flush=True)
