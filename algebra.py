@@ -173,7 +173,12 @@ class Evaluator:
         above, below = number.numerator.bit_length(), number.denominator.bit_length()
         self.exact_bits = max(self.exact_bits, above, below)
         self.top = max(self.top, above - below + 1)
-        return MP.mpf(number.numerator) / number.denominator
+        return self.rounded(number.numerator) / self.rounded(number.denominator)
+
+    def rounded(self, integer):
+        """Cut to the precision first: mpmath takes a second for 10^{200000}."""
+        cut = max(0, integer.bit_length() - self.bits - 64)
+        return MP.ldexp(MP.mpf(integer >> cut), cut)
 
     def call(self, function, *arguments, cost):
         """A function of mpmath, for `cost` nanoseconds at 256 bits."""

@@ -62,6 +62,8 @@ class Config:
     think: str = _f("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none")
     slots: int = _f(64, "responses decoded at the same time per process")
     dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
+    max_pass_rate: float | None = _f(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off")
+    failure_weighted: bool = _f(False, "draw problems in proportion to 1 - their pass rate so far")
     over_sampling: float = _f(1.0, "groups started per group wanted; the surplus is aborted when enough are kept")
     max_refills: int = _f(4, "most further rounds of sampling in a step when too few groups were kept")
     partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")

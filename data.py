@@ -179,22 +179,72 @@ def load_problems(
 
 
 class DataOrder:
-    """Endless shuffle whose whole state is one number: epoch e visits every problem once, in the
-    order of seed + e.
+    """Endless, resumable order of the problems, from the number of draws and what became of them.
+
+    By default a shuffle: epoch e visits every problem once, in the order of seed + e.
+    `max_pass_rate` leaves out problems solved at least that often so far (no-positive-resampling,
+    ScaleRL 2510.13786), unless that would leave none. `failure_weighted` draws with replacement in
+    proportion to 1 - pass rate instead. A problem not yet tried counts as never solved.
     """
 
-    def __init__(self, num_problems: int, seed: int, drawn: int = 0):
-        self.num_problems, self.seed, self.drawn = num_problems, seed, drawn
+    def __init__(
+        self,
+        num_problems: int,
+        seed: int,
+        max_pass_rate: float | None = None,
+        failure_weighted: bool = False,
+    ):
+        self.num_problems, self.seed = num_problems, seed
+        self.max_pass_rate, self.failure_weighted = max_pass_rate, failure_weighted
+        self.drawn = 0
+        self.tried, self.solved = [0] * num_problems, [0.0] * num_problems
         self._epoch, self._order = -1, []
 
     def draw(self) -> tuple[int, int]:
         """(number of the draw, index of the problem)."""
+        index = self._weighted() if self.failure_weighted else self._next()
+        for _ in range(self.num_problems):
+            if self.max_pass_rate is None or self.pass_rate(index) < self.max_pass_rate:
+                break
+            index = self._weighted() if self.failure_weighted else self._next()
+        return self.drawn - 1, index
+
+    def _next(self) -> int:
         epoch, position = divmod(self.drawn, self.num_problems)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(self.num_problems))
             random.Random(self.seed + epoch).shuffle(self._order)
         self.drawn += 1
-        return self.drawn - 1, self._order[position]
+        return self._order[position]
+
+    def _weighted(self) -> int:
+        # 1e-3: a problem solved every time is still looked at now and then, it may be unlearnt.
+        weights = [1 - self.pass_rate(i) + 1e-3 for i in range(self.num_problems)]
+        generator = random.Random(f"{self.seed}:{self.drawn}")
+        self.drawn += 1
+        return generator.choices(range(self.num_problems), weights)[0]
+
+    def pass_rate(self, index: int) -> float:
+        """Mean raw reward of a problem so far, 0 if it was never tried."""
+        return self.solved[index] / self.tried[index] if self.tried[index] else 0.0
+
+    def record(self, index: int, rewards: Sequence[float]) -> None:
+        """Remember the raw rewards of one group."""
+        self.tried[index] += len(rewards)
+        self.solved[index] += sum(rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the very next draw."""
+        return {"drawn": self.drawn, "tried": self.tried, "solved": self.solved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; the problems must be the same."""
+        if len(state["tried"]) != self.num_problems:
+            raise ValueError(
+                f"the checkpoint knows {len(state['tried'])} problems, --data holds "
+                f"{self.num_problems}; resume with the data of the run."
+            )
+        self.drawn, self.tried, self.solved = state["drawn"], state["tried"], state["solved"]
 
 
 # ---- tensors

@@ -1,82 +1,96 @@
-"""Figures from run directories: `python diagnose.py RUN_DIR [RUN_DIR ...]`; several runs are
-overlaid.
+"""Figures of runs, and the algorithms side by side.
 
-Figures go to RUN_DIR/figures (of the first run): one panel per question, each a metric of
-metrics.jsonl over steps.
+    python diagnose.py RUN_DIR [RUN_DIR ...]               figures; several runs are overlaid
+    python diagnose.py --explain                           two tables from built-in numbers
+    python diagnose.py --explain --from RUN_DIR --step N   the first, of a stored group of a run
+
+Figures go to RUN_DIR/figures (of the first run). The tables show the advantage that GRPO, PPO and
+JustRL II give to the same tokens, and the weight that each objective gives to a token's gradient.
 """
 
 import argparse
+import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-class Panel(NamedTuple):
-    """One set of axes: a title and the metrics drawn in it, by label."""
+from losses import ALGORITHMS, OBJECTIVES, policy_loss, terminal_reward
 
-    title: str
-    metrics: dict[str, str]
-
-
+# One figure per entry, one panel per title: {label: metric of metrics.jsonl}.
+# fmt: off
 FIGURES = {
-    "reward": [
-        Panel("mean reward of sampled responses", {"sampled": "rollout/reward_mean"}),
-        Panel("held-out accuracy", {"held-out": "eval/accuracy"}),
-        Panel("policy entropy (nats per token)", {"entropy": "policy/entropy"}),
-    ],
-    "lengths": [
-        Panel(
-            "response length (tokens)",
-            {
-                "mean": "rollout/response_length_mean",
-                "kept": "rollout/kept_response_length_mean",
-                "max": "rollout/response_length_max",
-            },
-        ),
-        Panel(
-            "truncated share",
-            {"sampled": "rollout/truncated_share", "held-out": "eval/truncated_share"},
-        ),
-        Panel(
-            "groups without signal (share)",
-            {
-                "zero variance": "rollout/zero_variance_share",
-                "all right": "rollout/all_right_share",
-                "all wrong": "rollout/all_wrong_share",
-            },
-        ),
-    ],
-    "critic": [
-        Panel("value loss", {"value loss": "critic/loss"}),
-        Panel("explained variance of V", {"explained variance": "critic/explained_variance"}),
-        Panel(
-            "V within groups (AUC, 0.5 knows nothing)",
-            {"right against wrong, last token": "critic/end_auc"},
-        ),
-        Panel("V over tokens", {"mean": "critic/v_mean", "standard deviation": "critic/v_std"}),
-    ],
-    "optimisation": [
-        Panel("gradient norm", {"policy": "policy/grad_norm", "critic": "critic/grad_norm"}),
-        Panel(
-            "clipped tokens (share)",
-            {"policy": "policy/clip_fraction", "critic": "critic/clip_fraction"},
-        ),
-        Panel(
-            "sampler against trainer (nats per token)", {"mean |difference|": "policy/mismatch_abs"}
-        ),
-        Panel("seconds per step", {"rollout": "perf/rollout_s", "all": "perf/step_s"}),
-    ],
+    "reward": {
+        "mean reward of sampled responses": {"sampled": "rollout/reward_mean"},
+        "held-out accuracy": {"held-out": "eval/accuracy"},
+        "policy entropy (nats per token)": {"entropy": "policy/entropy"},
+    },
+    "lengths": {
+        "response length (tokens)": {
+            "mean": "rollout/response_length_mean", "kept": "rollout/kept_response_length_mean",
+            "max": "rollout/response_length_max"},
+        "truncated share": {
+            "sampled": "rollout/truncated_share", "held-out": "eval/truncated_share"},
+        "groups without signal (share)": {
+            "zero variance": "rollout/zero_variance_share",
+            "all right": "rollout/all_right_share", "all wrong": "rollout/all_wrong_share"},
+    },
+    "critic": {
+        "value loss": {"value loss": "critic/loss"},
+        "explained variance of V": {"explained variance": "critic/explained_variance"},
+        "V within groups (AUC, 0.5 knows nothing)": {
+            "right against wrong, last token": "critic/end_auc"},
+        "V over tokens": {"mean": "critic/v_mean", "standard deviation": "critic/v_std"},
+    },
+    "optimisation": {
+        "gradient norm": {"policy": "policy/grad_norm", "critic": "critic/grad_norm"},
+        "clipped tokens (share)": {
+            "policy": "policy/clip_fraction", "critic": "critic/clip_fraction"},
+        "sampler against trainer (nats per token)": {"mean |difference|": "policy/mismatch_abs"},
+        "seconds per step": {"rollout": "perf/rollout_s", "all": "perf/step_s"},
+    },
 }
+# fmt: on
 
 
-def read_metrics(run: Path) -> list[dict]:
-    """Rows of metrics.jsonl; one sentence when the directory holds no run."""
-    file = run / "metrics.jsonl"
-    if not file.exists():
-        raise SystemExit(
-            f"error: {run} holds no metrics.jsonl; give the directory that train.py printed."
-        )
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def file_of(run: Path, name: str) -> Path:
+    """run/name; one sentence when the directory holds no run."""
+    if not (run / name).is_file():
+        raise SystemExit(f"error: {run} holds no {name}; give the directory that train.py printed.")
+    return run / name
+
+
+def read_rows(file: Path) -> Iterator[dict]:
+    """Rows of a JSONL file, one at a time; one sentence for a line that was cut off."""
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SystemExit(f"error: {file}:{number} is not JSON ({error}).") from error
+
+
+# ---- figures
+
+
+def draw_panel(ax, title: str, metrics: dict[str, str], runs: dict[str, list[dict]]) -> None:
+    """Curves of every run over steps; steps without the metric are left out."""
+    for run, rows in runs.items():
+        for label, metric in metrics.items():
+            points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+            if points:
+                label = label if len(runs) == 1 else f"{run}: {label}"
+                marker = "o" if len(points) < 8 else None
+                ax.plot(*zip(*points, strict=True), label=label, marker=marker)
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel("step")
+    ax.grid(alpha=0.3)
+    if len(ax.lines) > 1:
+        ax.legend(fontsize=7)
 
 
 def draw(runs: list[Path], folder: Path) -> list[Path]:
@@ -86,35 +100,18 @@ def draw(runs: list[Path], folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    data = {run.name: read_metrics(run) for run in runs}
+    data = {run.name: list(read_rows(file_of(run, "metrics.jsonl"))) for run in runs}
+    present = {metric for rows in data.values() for row in rows for metric in row}
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, panels in FIGURES.items():
-        present = {metric for rows in data.values() for row in rows for metric in row}
-        panels = [p for p in panels if present & set(p.metrics.values())]
+        panels = {t: metrics for t, metrics in panels.items() if present & set(metrics.values())}
         if not panels:
             continue
-        figure, axes = pyplot.subplots(
-            1, len(panels), figsize=(4.6 * len(panels), 3.4), squeeze=False
-        )
-        for ax, panel in zip(axes[0], panels, strict=True):
-            for run, rows in data.items():
-                for label, metric in panel.metrics.items():
-                    points = [
-                        (row["step"], row[metric]) for row in rows if row.get(metric) is not None
-                    ]
-                    if points:
-                        label = label if len(data) == 1 else f"{run}: {label}"
-                        ax.plot(
-                            *zip(*points, strict=True),
-                            label=label,
-                            marker="o" if len(points) < 8 else None,
-                        )
-            ax.set(title=panel.title, xlabel="step")
-            ax.title.set_fontsize(10)
-            ax.grid(alpha=0.3)
-            if len(ax.lines) > 1:
-                ax.legend(fontsize=7)
+        size = (4.6 * len(panels), 3.4)
+        figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False)
+        for ax, (title, metrics) in zip(axes[0], panels.items(), strict=True):
+            draw_panel(ax, title, metrics, data)
         figure.tight_layout()
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=110)
@@ -122,20 +119,215 @@ def draw(runs: list[Path], folder: Path) -> list[Path]:
     return written
 
 
+# ---- advantages
+
+
+class Group(NamedTuple):
+    """The responses to one prompt, and the configuration of their run."""
+
+    about: str
+    raw: list[float]  # the verifier's rewards, for the critic
+    rewards: list[float]  # with the overlong penalty, for the policy
+    values: list[Tensor]  # V(s_t) of each response, (L,) float32
+    config: dict
+
+
+# Tokens, reward, V(s_0), V at the last token. V(s_0) is the same for all, being that of the prompt.
+EXAMPLE = [
+    (400, 1.0, 0.25, 0.85),
+    (400, 0.0, 0.25, 0.05),  # the critic notices the mistake
+    (400, 0.0, 0.25, 0.85),  # the critic is fooled to the end
+    (40, 0.0, 0.25, 0.05),
+    (40, 0.0, 0.25, 0.85),
+    (4, 0.0, 0.25, 0.05),
+    (4, 0.0, 0.25, 0.85),
+    (4000, 0.0, 0.25, 0.25),  # the critic has no opinion
+]
+
+
+def example_group() -> Group:
+    """EXAMPLE, with V on a straight line from the first to the last token."""
+    tokens, rewards, first, last = zip(*EXAMPLE, strict=True)
+    values = [torch.linspace(a, b, n) for n, a, b in zip(tokens, first, last, strict=True)]
+    about = "Eight responses to one prompt, made up; V runs straight from first to last token."
+    return Group(about, rewards, rewards, values, {})
+
+
+def stored_rows(run: Path, step: int, size: int) -> list[dict]:
+    """Rows of the first whole kept group of `step` in which raw rewards differ."""
+    groups, steps = [], set()
+    for row in read_rows(file_of(run, "rollouts.jsonl")):
+        steps.add(row["step"])
+        if row["step"] == step and row["kept"]:
+            # Sample 0 begins a group; at the turn of an epoch a step may hold a problem twice.
+            groups += [[]] if row["sample_index"] == 0 else []
+            groups[-1].append(row)
+    if step not in steps:
+        there = f"steps {min(steps)} to {max(steps)}" if steps else "none"
+        raise SystemExit(f"error: {run} has no responses of step {step}; logged: {there}.")
+    for group in groups:
+        if len(group) == size and len({row["reward"] for row in group}) > 1:
+            return group
+    raise SystemExit(
+        f"error: step {step} of {run} has no whole kept group of {size} with different rewards in "
+        "rollouts.jsonl; choose another step, or train with --log-samples -1."
+    )
+
+
+@torch.no_grad()
+def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
+    """V (L,) of each stored response under the critic of a checkpoint."""
+    from critic import Critic, values
+    from data import Problem, Rollout, load_tokenizer, pack
+
+    critic = Critic.from_pretrained(checkpoint / "critic")
+    tokenizer = load_tokenizer(checkpoint / "policy")
+    result = []
+    for row in rows:
+        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        problem = Problem(row["problem_id"], 0, row["prompt"], ids, "")
+        response = Rollout(problem, 0, row["sample_index"], 0, row["response_ids"])
+        result.append(values(critic, pack([response], [0]))[0])
+    return result
+
+
+def stored_group(run: Path, step: int) -> Group:
+    """A group of rollouts.jsonl, with V of the newest critic saved at or before `step`."""
+    config = json.loads(file_of(run, "config.json").read_text(encoding="utf-8"))
+    rows = stored_rows(run, step, config["group_size"])
+    saved = [critic.parent for critic in (run / "checkpoints").glob("step_??????/critic")]
+    newest = max((p for p in saved if int(p.name.removeprefix("step_")) <= step), default=None)
+    if newest:
+        values, source = critic_values(newest, rows), f"critic of {newest.name}"
+    else:
+        bias = config["critic_value_bias_init"]
+        values = [torch.full((len(row["response_ids"]),), bias) for row in rows]
+        source = f"no critic saved by then, so critic_value_bias_init {bias:g}"
+    about = f"Step {step} of {run}, problem {rows[0]['problem_id']}.\nV: {source}."
+    raw = [row["reward"] for row in rows]
+    rewards = [row["reward"] + row["overlong_penalty"] for row in rows]
+    return Group(about, raw, rewards, values, config)
+
+
+def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
+    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them: the
+    row's defaults, or the run's own where it ran that row.
+    """
+    own = group.config if group.config.get("algorithm") == name else {}
+    settings = ALGORITHMS[name].defaults | {k: v for k, v in own.items() if v is not None}
+    mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
+    inputs = dict(values=pad_sequence(group.values, True), mask=mask)
+    inputs |= dict(token_rewards=terminal_reward(torch.tensor(group.rewards), mask))
+    inputs |= dict(raw_token_rewards=terminal_reward(torch.tensor(group.raw), mask))
+    ids = torch.zeros(len(mask), dtype=torch.long)
+    return ALGORITHMS[name].advantage(**inputs, group_ids=ids, **settings)[0], settings
+
+
+def cells(numbers, width: int = 7) -> str:
+    """Numbers in columns; adding 0.0 turns a rounded -0.0 into 0.0."""
+    return "".join(f"{round(float(x), 3) + 0.0:{width}.3f}" for x in numbers)
+
+
+def advantage_table(group: Group) -> str:
+    """One line per response: V and advantages at its first, middle and last token."""
+    (grpo, by_group), (ppo, fixed), (justrl2, adaptive) = (
+        advantages(group, name) for name in ("grpo", "ppo", "justrl2")
+    )
+    at = "  first    mid   last"
+    over_std = " / std" if by_group["std_normalize"] else ""
+    decay, k = fixed["gae_lambda"], adaptive["gae_lambda_k"]
+    lines = [
+        group.about,
+        "Advantage of the first, middle and last of its L tokens, before whitening (which PPO and",
+        "JustRL II do next: mean 0 and variance 1 over the tokens of the batch).",
+        f"  GRPO       (r - mean){over_std} of the group, the same for every token",
+        f"  PPO        GAE, lambda = {decay:g}: what happens n tokens later counts {decay:g}^n",
+        f"  JustRL II  GAE, lambda = {k:g}^(1/L): the outcome counts {k:g}^((L-1)/L) at token 1",
+        "",
+        f"{'':16} |{'V':^21} |{'GRPO':>7} |{'PPO':^21} |{'JustRL II':^21}",
+        f" # reward      L |{at} |    all |{at} |{at}",
+    ]
+    for i, (reward, values) in enumerate(zip(group.rewards, group.values, strict=True)):
+        length = len(values)
+        shown = [0, (length - 1) // 2, length - 1]
+        columns = values[shown], grpo[i, :1], ppo[i, shown], justrl2[i, shown]
+        lines.append(f"{i + 1:2}{reward:7.3f}{length:7} |" + " |".join(map(cells, columns)))
+    return "\n".join(lines)
+
+
+# ---- gradient weights
+
+# fmt: off
+RATIOS = (0.5, 1.0, 1.25, 1.5)
+# Label: the row of ALGORITHMS whose objective and limits are used, and what differs from it.
+WEIGHED = {
+    "REINFORCE": ("rloo", {}), "clip": ("grpo", {}), "clip-higher": ("dapo", {}),
+    "dual clip": ("grpo", {"dual_clip": 1.2}), "GSPO": ("gspo", {}), "CISPO": ("cispo", {}),
+    "SAPO": ("sapo", {}), "GMPO": ("gmpo", {}), "trust mask": ("sao", {}),
+}
+# fmt: on
+
+
+def objective_limits(label: str) -> dict:
+    """The settings that an objective reads: its keyword-only arguments."""
+    row, changed = ALGORITHMS[WEIGHED[label][0]], WEIGHED[label][1]
+    arguments = inspect.signature(OBJECTIVES[row.objective]).parameters.values()
+    read = [a.name for a in arguments if a.kind is a.KEYWORD_ONLY]
+    return {k: v for k, v in (row.defaults | changed).items() if k in read and v is not None}
+
+
+def gradient_weights(label: str, advantage: float) -> list[float]:
+    """(-d loss / d log pi) / A at each of RATIOS, for responses of one token; REINFORCE has 1."""
+    row = ALGORITHMS[WEIGHED[label][0]]
+    logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()[:, None].requires_grad_()
+    old, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
+    how = objective_limits(label) | dict(objective=row.objective, row_weights=ones[:, 0])
+    how |= dict(ratio_level=row.defaults["ratio_level"])
+    policy_loss(logprobs, old, advantage * ones, ones.bool(), **how)[0].backward()
+    return (-logprobs.grad[:, 0] / advantage).tolist()
+
+
+def weight_table() -> str:
+    """One line per objective: its gradient weights for A = +1 and A = -1."""
+    at = "".join(f"{ratio:6g}" for ratio in RATIOS)
+    lines = [
+        "Weight of A grad log pi(token) in the gradient of each objective, at ratio pi / pi_old,",
+        "by autograd (GSPO and GMPO: when all tokens of the response have that ratio).",
+        "",
+        f"{'':45} |{'A = +1':^24} |{'A = -1':^24}",
+        f"{'objective':12}{'row':6}{'limits':27} |{at} |{at}",
+    ]
+    for label, (name, _) in WEIGHED.items():
+        limits = ", ".join(f"{k} {v:g}" for k, v in objective_limits(label).items())
+        for affix in ("clip_", "_clip", "sapo_"):
+            limits = limits.replace(affix, "")
+        columns = (cells(gradient_weights(label, a), 6) for a in (1.0, -1.0))
+        lines.append(f"{label:12}{name:6}{limits:27} |" + " |".join(columns))
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="folder of the figures (default: RUN_DIR/figures of the first run)",
-    )
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories to draw")
+    parser.add_argument("--output", type=Path, help="folder of the figures")
+    parser.add_argument("--explain", action="store_true", help="print the tables")
+    parser.add_argument("--from", dest="source", type=Path, help="run with a stored group")
+    parser.add_argument("--step", type=int, help="step of that group")
     args = parser.parse_args()
-    for file in draw(args.runs, args.output or args.runs[0] / "figures"):
-        print(file)
+    if args.explain == bool(args.runs):
+        parser.error("give run directories to draw, or --explain")
+    if (args.source is None) != (args.step is None) or (args.source and not args.explain):
+        parser.error("--from RUN_DIR and --step N belong together, and to --explain")
+    if args.source:
+        print(advantage_table(stored_group(args.source, args.step)))
+    elif args.explain:
+        print(advantage_table(example_group()), weight_table(), sep="\n\n")
+    else:
+        for file in draw(args.runs, args.output or args.runs[0] / "figures"):
+            print(file)
 
 
 if __name__ == "__main__":

@@ -358,6 +358,7 @@ def collect(
     progress.close()
     for group in ended:
         rewards = [r.reward for r in group]
+        order.record(group[0].problem.index, rewards)
         counts["zero_variance"] += not has_signal(rewards)
         counts["all_right"] += min(rewards) == 1
         counts["all_wrong"] += max(rewards) == 0

@@ -57,7 +57,7 @@ from model import Transformer, local_folder
 from verify import Verifier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Below this many parameters a second CPU thread gains nothing, and with a busy neighbour costs tenfold.
+# Parameters below which a second CPU thread gains nothing and, beside a busy one, costs tenfold.
 SMALL_MODEL = 10_000_000
 OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
@@ -134,7 +134,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
     state = State(
-        policy, adamw(policy, config.lr, config), sampler, DataOrder(len(problems), config.seed)
+        policy,
+        adamw(policy, config.lr, config),
+        sampler,
+        DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
     )
     if row.critic:
         from critic import Critic
@@ -225,7 +228,7 @@ def save_checkpoint(run: Run, state: State) -> None:
         "step": state.step,
         "critic_steps": state.critic_steps,
         "weight_version": state.sampler.weight_version,
-        "drawn": state.order.drawn,
+        "order": state.order.state_dict(),
         "optimizer": distributed.optimizer_state(state.policy, state.optimizer),
         "buffer": [
             [asdict(r) | {"problem": r.problem.index} for r in group] for group in state.buffer
@@ -258,7 +261,8 @@ def load_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
     """Counters, data position, optimizers and unfinished rollouts of a checkpoint."""
     books = torch.load(file, map_location="cpu", weights_only=True)
     state.step, state.critic_steps = books["step"], books["critic_steps"]
-    state.sampler.weight_version, state.order.drawn = books["weight_version"], books["drawn"]
+    state.sampler.weight_version = books["weight_version"]
+    state.order.load_state_dict(books["order"])
     distributed.load_optimizer_state(state.policy, state.optimizer, books["optimizer"])
     if state.critic is not None:
         distributed.load_optimizer_state(
@@ -761,17 +765,19 @@ def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) 
         )
     if metrics["rollout/truncated_share"] == 1:
         say(
-            "every response was cut off; raise --max-response-tokens or check the stop ids of the model."
+            "every response was cut off; raise --max-response-tokens or check the model's stop ids."
         )
     if state.critic_steps > 2 and metrics.get("critic/v_std", 1.0) < 1e-6:
         say(
-            f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after {state.critic_steps} updates, "
-            f"head weight norm {metrics['critic/head_weight_norm']:.1e}. Check --critic-lr (now {run.config.critic_lr})."
+            f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after "
+            f"{state.critic_steps} updates, head weight norm "
+            f"{metrics['critic/head_weight_norm']:.1e}. Check --critic-lr ({run.config.critic_lr})."
         )
     if metrics.get("policy/mismatch_abs", 0.0) > 0.05:
         say(
-            f"sampler and trainer disagree by {metrics['policy/mismatch_abs']:.3f} nats a token; importance weights "
-            "(--is-mode icepop) bound the harm, --dtype float32 shows whether precision is the cause."
+            f"sampler and trainer disagree by {metrics['policy/mismatch_abs']:.3f} nats a token; "
+            "importance weights (--is-mode icepop) bound the harm, --dtype float32 shows whether "
+            "precision is the cause."
         )
 
 
@@ -799,7 +805,8 @@ def train(config: Config, device: torch.device) -> Path:
     """Run to `steps` (or to Ctrl-C) and return the run directory."""
     run, state = set_up(config, device)
     print0(
-        f"{config.algorithm}: {run.row.about}\n{len(run.problems)} problems, run directory {run.folder}"
+        f"{config.algorithm}: {run.row.about}\n"
+        f"{len(run.problems)} problems, run directory {run.folder}"
     )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -834,7 +841,7 @@ def train(config: Config, device: torch.device) -> Path:
                 save_checkpoint(run, state)
             if empty_steps == 3:
                 print0(
-                    "stopped: three steps in a row kept no group, so the policy cannot learn from these problems.",
+                    "stopped: three steps in a row kept no group; these problems teach nothing.",
                     file=sys.stderr,
                 )
                 break

@@ -15,6 +15,7 @@ to a tolerance": latex.py reads an answer into a typed value, algebra.py compare
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -412,13 +413,11 @@ def label_kind(label):
     """How a label will be graded -> (kind, its first reading or None)."""
     if not verify(f"\\boxed{{{label}}}", label).correct:
         return "can never be matched", None
-    try:
+    with contextlib.suppress(Unreadable, TooBig, RecursionError):
         algebra.set_budget(BUDGET_NS)
         reading = read(clean(str(label)))[0]
         if algebra.same(reading, reading):
             return "matched by value", reading
-    except (Unreadable, TooBig, RecursionError):
-        return "matched only by the same text", None
     return "matched only by the same text", None
 
 
@@ -437,7 +436,7 @@ def audit(path):
             found["  multiple choice"].append(label)
     different = len({json.dumps(row, sort_keys=True) for row in rows})
     print(f"{len(rows)} lines, {len(rows) - different} of them repeated")
-    for kind, labels in found.items():
+    for kind, labels in sorted(found.items(), key=lambda item: item[0].startswith(" ")):
         print(f"{len(labels):7} {kind:30} {'   '.join(str(label)[:30] for label in labels[:4])}")
     return int("can never be matched" in found)
 

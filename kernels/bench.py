@@ -5,9 +5,10 @@
     python kernels/bench.py --recipe recipes/node.yaml  # M, D and V of a training run
 
 Results are checked first. Heads take turns, so that a busy machine slows all alike, and times are
-medians. "extra" is the peak memory beyond the inputs. FLOPs are those done: 2 MDV forward, 4 MDV
+medians. "MB more" is the peak memory beyond the inputs. FLOPs are those done: 2 MDV forward, 4 MDV
 backward, and 2 MDV more in the backward of a head that computes the logits again. Bytes are those
-that cannot be avoided: hidden and weight read once per direction, their gradients written.
+that cannot be avoided: hidden and weight read once per direction, their gradients written. The
+roofline is the time that either would take at the speed measured here, "reached" its share of s.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[
 
 
 def cases(device: str) -> list[Case]:
-    """The naive head first: the others are measured against it."""
+    """The naive head first: the report divides by the first line."""
     found = [
         Case("naive", naive, recomputes=False),
         Case("naive, compiled", lambda *x: compile_naive()(*x), recomputes=False, compiled=True),
@@ -206,9 +207,7 @@ def measure(size: tuple[int, int, int], device: str, rounds: int, heads: list[st
             if device == "cuda" or not case.compiled:
                 memory = [extra_memory(case, size, device, backward) for backward in (False, True)]
             rows.append((case, memory, ([], [])))
-        except (
-            Exception
-        ) as error:  # not installed, no compiler, out of memory: say which, and go on
+        except Exception as error:  # not installed, no C++ compiler, out of memory, ...
             reason = (str(error).strip() or "?").splitlines()[0]
             print(f"{case.name}: left out, {type(error).__name__}: {reason}")
     leaves = inputs(*size, device)
@@ -228,24 +227,23 @@ def report(size: tuple[int, int, int], device: str, rounds: int, heads: list[str
         f"{flops / 1e12:.3g} TFLOP/s in a matrix product, {bandwidth / 1e9:.3g} GB/s in a copy"
     )
     rows = measure(size, device, rounds, heads)
+    _, first_memory, first_times = rows[0]
+    header = ("s", "x first", "TFLOP/s", "GB/s", "roofline", "reached", "MB more", "x first")
     for backward in (False, True):
-        print(
-            f"\n{'forward and backward' if backward else 'forward':32}"
-            f"{'ms':>9}{'x naive':>9}{'TFLOP/s':>9}{'GB/s':>8}{'roofline ms':>13}{'reached':>9}"
-            f"{'extra MB':>10}{'x naive':>9}"
-        )
-        base = rows[0][2][backward]
+        title = "forward and backward" if backward else "forward"
+        print(f"\n{title:31}" + "".join(f"{x:>10}" for x in header))
         for case, memory, times in rows:
-            ms = 1e3 * statistics.median(times[backward])
-            slower = statistics.median(t / b for t, b in zip(times[backward], base, strict=True))
+            pairs = zip(times[backward], first_times[backward], strict=True)
+            t, slower = (
+                statistics.median(times[backward]),
+                statistics.median(a / b for a, b in pairs),
+            )
             work = 2 * M * D * V * ((3 + case.recomputes) if backward else 1)
             moved = (M + V) * D * DTYPES[device].itemsize * (3 if backward else 1)
-            roofline = 1e3 * max(work / flops, moved / bandwidth)
-            print(
-                f"{case.name:32}{ms:9.1f}{slower:9.2f}{work / ms / 1e9:9.3g}{moved / ms / 1e6:8.3g}"
-                f"{roofline:13.1f}{roofline / ms:9.0%}"
-                f"{memory[backward] / 1e6:10.0f}{memory[backward] / rows[0][1][backward]:9.3f}"
-            )
+            roofline = max(work / flops, moved / bandwidth)
+            columns = (t, slower, work / t / 1e12, moved / t / 1e9, roofline, roofline / t)
+            columns += (memory[backward] / 1e6, memory[backward] / first_memory[backward])
+            print(f"{case.name:31}" + "".join(f"{x:10.4g}" for x in columns))
 
 
 def recipe_size(path: str) -> tuple[int, int, int]:
@@ -275,12 +273,8 @@ def main() -> None:
     if args.memory_of:
         print_own_extra_memory(args.memory_of, sizes[0], args.backward)
         return
-    name = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
-    print(f"torch {torch.__version__}, {name}")
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads")
     check(device)
     for each in sizes:
         report(each, device, args.rounds, args.heads)

@@ -108,9 +108,36 @@ def test_order_visits_each_problem_once_an_epoch_and_resumes_from_one_number():
     for epoch in range(3):
         assert sorted(i for _, i in draws[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert [n for n, _ in draws] == list(range(21))
-    resumed = DataOrder(7, seed=3, drawn=10)
+    resumed = DataOrder(7, seed=3)
+    resumed.load_state_dict({"drawn": 10, "tried": [0] * 7, "solved": [0] * 7})
     assert [resumed.draw() for _ in range(11)] == draws[10:]
     assert [i for _, i in draws[:7]] != [i for _, i in draws[7:14]]
+
+
+def test_solved_problems_are_left_out_unless_all_are_solved():
+    order = DataOrder(4, seed=0, max_pass_rate=0.9)
+    for index, rewards in enumerate(([1] * 8, [1] * 7 + [0], [1] * 10, [0] * 8)):
+        order.record(index, rewards)
+    assert {order.draw()[1] for _ in range(20)} == {1, 3}
+    numbers = [order.draw()[0] for _ in range(20)]
+    assert len(set(numbers)) == 20  # the number of a draw, part of the random key, stays unique
+    for index in (1, 3):
+        order.record(index, [1] * 100)
+    assert {order.draw()[1] for _ in range(40)} == {0, 1, 2, 3}
+
+
+def test_failure_weighted_draws_are_in_proportion_to_one_minus_pass_rate_and_resume():
+    order = DataOrder(3, seed=1, failure_weighted=True)
+    for index, rate in enumerate((0.0, 0.5, 1.0)):
+        order.record(index, [1] * int(8 * rate) + [0] * int(8 - 8 * rate))
+    draws = [order.draw()[1] for _ in range(6000)]
+    shares = [draws.count(i) / 6000 for i in range(3)]
+    assert shares == pytest.approx([2 / 3, 1 / 3, 0.001 / 1.5], abs=0.02)
+    again = DataOrder(3, seed=1, failure_weighted=True)
+    again.load_state_dict(order.state_dict() | {"drawn": 100})
+    assert [again.draw()[1] for _ in range(50)] == draws[100:150]
+    with pytest.raises(ValueError, match="knows 3 problems"):
+        DataOrder(4, seed=1).load_state_dict(order.state_dict())
 
 
 # ---- masks and packing

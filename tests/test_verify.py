@@ -244,6 +244,7 @@ HOSTILE = {
     "long list": box(",".join(map(str, range(590)))),
     "binomials": box("+".join(["\\binom{2x}{x}"] * 70)),
     "quotients": box("1" + "/2" * 590),
+    "trailing zeros": box("\\ln(10^{54})^{4046}+(10^{54})^{4046}"),
     "tiny": box("\\sqrt2+\\frac{1}{2^{1000000}}"),
     "import": box("__import__('os').system('touch /tmp/verify-was-here')"),
     "eval": box("eval('6*7')"),
