@@ -127,7 +127,7 @@ class Config:
     # Books
     save_every: int = _f(10, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = _f(2, "newest checkpoints kept; 0: all")
-    eval_every: int = _f(10, "steps between held-out evaluations; 0: only before and after")
+    eval_every: int = _f(5, "steps between held-out evaluations; 0: only before and after")
     eval_samples: int = _f(4, "responses per held-out problem")
     log_samples: int = _f(8, "responses per step written to rollouts.jsonl; -1: all")
     # fmt: on
