@@ -11,6 +11,7 @@ JustRL II give to the same tokens, and the weight that each objective gives to a
 import argparse
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from losses import ALGORITHMS, OBJECTIVES, policy_loss, terminal_reward
 
-# One figure per entry, one panel per title: {label: metric of metrics.jsonl}.
+# Figures by file name, their panels by title, curves by label: metrics of metrics.jsonl.
 # fmt: off
 FIGURES = {
     "reward": {
         "mean reward of sampled responses": {"sampled": "rollout/reward_mean"},
         "held-out accuracy": {"held-out": "eval/accuracy"},
-        "policy entropy (nats per token)": {"entropy": "policy/entropy"},
-    },
+        "policy entropy (nats per token)": {"entropy": "policy/entropy"}},
     "lengths": {
         "response length (tokens)": {
             "mean": "rollout/response_length_mean", "kept": "rollout/kept_response_length_mean",
@@ -37,23 +37,34 @@ FIGURES = {
             "sampled": "rollout/truncated_share", "held-out": "eval/truncated_share"},
         "groups without signal (share)": {
             "zero variance": "rollout/zero_variance_share",
-            "all right": "rollout/all_right_share", "all wrong": "rollout/all_wrong_share"},
-    },
+            "all right": "rollout/all_right_share", "all wrong": "rollout/all_wrong_share"}},
     "critic": {
         "value loss": {"value loss": "critic/loss"},
         "explained variance of V": {"explained variance": "critic/explained_variance"},
-        "V within groups (AUC, 0.5 knows nothing)": {
-            "right against wrong, last token": "critic/end_auc"},
-        "V over tokens": {"mean": "critic/v_mean", "standard deviation": "critic/v_std"},
-    },
+        "V within groups (AUC, 0.5 knows nothing)": {"last token": "critic/end_auc"},
+        "V over tokens": {"mean": "critic/v_mean", "standard deviation": "critic/v_std"}},
     "optimisation": {
         "gradient norm": {"policy": "policy/grad_norm", "critic": "critic/grad_norm"},
         "clipped tokens (share)": {
             "policy": "policy/clip_fraction", "critic": "critic/clip_fraction"},
         "sampler against trainer (nats per token)": {"mean |difference|": "policy/mismatch_abs"},
-        "seconds per step": {"rollout": "perf/rollout_s", "all": "perf/step_s"},
-    },
+        "seconds per step": {"rollout": "perf/rollout_s", "all": "perf/step_s"}},
 }
+
+# A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), last V.
+EXAMPLE = [
+    (400, 1.0, 0.25, 0.85), (400, 0.0, 0.25, 0.05), (400, 0.0, 0.25, 0.85),
+    (40, 0.0, 0.25, 0.05), (40, 0.0, 0.25, 0.85), (4, 0.0, 0.25, 0.05), (4, 0.0, 0.25, 0.85),
+    (4000, 0.0, 0.25, 0.25),
+]
+
+# Label: the row of ALGORITHMS whose objective and limits are shown, and what differs from it.
+WEIGHED = {
+    "REINFORCE": ("rloo", {}), "clip": ("grpo", {}), "clip-higher": ("dapo", {}),
+    "dual clip": ("grpo", {"dual_clip": 1.2}), "GSPO": ("gspo", {}), "CISPO": ("cispo", {}),
+    "SAPO": ("sapo", {}), "GMPO": ("gmpo", {}), "trust mask": ("sao", {}),
+}
+RATIOS = (0.5, 1.0, 1.25, 1.5)
 # fmt: on
 
 
@@ -74,9 +85,6 @@ def read_rows(file: Path) -> Iterator[dict]:
                 raise SystemExit(f"error: {file}:{number} is not JSON ({error}).") from error
 
 
-# ---- figures
-
-
 def draw_panel(ax, title: str, metrics: dict[str, str], runs: dict[str, list[dict]]) -> None:
     """Curves of every run over steps; steps without the metric are left out."""
     for run, rows in runs.items():
@@ -95,31 +103,25 @@ def draw_panel(ax, title: str, metrics: dict[str, str], runs: dict[str, list[dic
 
 def draw(runs: list[Path], folder: Path) -> list[Path]:
     """Write one PNG per entry of FIGURES that has data; returns their paths."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     data = {run.name: list(read_rows(file_of(run, "metrics.jsonl"))) for run in runs}
     present = {metric for rows in data.values() for row in rows for metric in row}
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, panels in FIGURES.items():
-        panels = {t: metrics for t, metrics in panels.items() if present & set(metrics.values())}
-        if not panels:
-            continue
-        size = (4.6 * len(panels), 3.4)
-        figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False)
-        for ax, (title, metrics) in zip(axes[0], panels.items(), strict=True):
-            draw_panel(ax, title, metrics, data)
-        figure.tight_layout()
-        written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], dpi=110)
-        pyplot.close(figure)
+        panels = [(title, m) for title, m in panels.items() if present & set(m.values())]
+        if panels:
+            figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="tight")
+            axes = figure.subplots(1, len(panels), squeeze=False)[0]
+            for ax, (title, metrics) in zip(axes, panels, strict=True):
+                draw_panel(ax, title, metrics, data)
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=110)
     return written
 
 
-# ---- advantages
+# ---- the algorithms side by side
 
 
 class Group(NamedTuple):
@@ -132,19 +134,6 @@ class Group(NamedTuple):
     config: dict
 
 
-# Tokens, reward, V(s_0), V at the last token. V(s_0) is the same for all, being that of the prompt.
-EXAMPLE = [
-    (400, 1.0, 0.25, 0.85),
-    (400, 0.0, 0.25, 0.05),  # the critic notices the mistake
-    (400, 0.0, 0.25, 0.85),  # the critic is fooled to the end
-    (40, 0.0, 0.25, 0.05),
-    (40, 0.0, 0.25, 0.85),
-    (4, 0.0, 0.25, 0.05),
-    (4, 0.0, 0.25, 0.85),
-    (4000, 0.0, 0.25, 0.25),  # the critic has no opinion
-]
-
-
 def example_group() -> Group:
     """EXAMPLE, with V on a straight line from the first to the last token."""
     tokens, rewards, first, last = zip(*EXAMPLE, strict=True)
@@ -155,22 +144,18 @@ def example_group() -> Group:
 
 def stored_rows(run: Path, step: int, size: int) -> list[dict]:
     """Rows of the first whole kept group of `step` in which raw rewards differ."""
-    groups, steps = [], set()
+    groups = []
     for row in read_rows(file_of(run, "rollouts.jsonl")):
-        steps.add(row["step"])
         if row["step"] == step and row["kept"]:
-            # Sample 0 begins a group; at the turn of an epoch a step may hold a problem twice.
-            groups += [[]] if row["sample_index"] == 0 else []
+            # By sample 0, not by problem: at the turn of an epoch a step may hold one twice.
+            groups += [[]] if row["sample_index"] == 0 or not groups else []
             groups[-1].append(row)
-    if step not in steps:
-        there = f"steps {min(steps)} to {max(steps)}" if steps else "none"
-        raise SystemExit(f"error: {run} has no responses of step {step}; logged: {there}.")
     for group in groups:
         if len(group) == size and len({row["reward"] for row in group}) > 1:
             return group
     raise SystemExit(
-        f"error: step {step} of {run} has no whole kept group of {size} with different rewards in "
-        "rollouts.jsonl; choose another step, or train with --log-samples -1."
+        f"error: rollouts.jsonl of {run} has no whole kept group of {size} with different rewards "
+        f"in step {step}; choose another step, or train with --log-samples -1."
     )
 
 
@@ -198,21 +183,20 @@ def stored_group(run: Path, step: int) -> Group:
     saved = [critic.parent for critic in (run / "checkpoints").glob("step_??????/critic")]
     newest = max((p for p in saved if int(p.name.removeprefix("step_")) <= step), default=None)
     if newest:
-        values, source = critic_values(newest, rows), f"critic of {newest.name}"
+        values = critic_values(newest, rows)
+        source = f"critic of {newest.name}, as saved after that step"
     else:
         bias = config["critic_value_bias_init"]
         values = [torch.full((len(row["response_ids"]),), bias) for row in rows]
-        source = f"no critic saved by then, so critic_value_bias_init {bias:g}"
+        source = f"critic_value_bias_init, since no critic was saved up to step {step}"
     about = f"Step {step} of {run}, problem {rows[0]['problem_id']}.\nV: {source}."
-    raw = [row["reward"] for row in rows]
     rewards = [row["reward"] + row["overlong_penalty"] for row in rows]
-    return Group(about, raw, rewards, values, config)
+    return Group(about, [row["reward"] for row in rows], rewards, values, config)
 
 
 def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
-    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them: the
-    row's defaults, or the run's own where it ran that row.
-    """
+    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
+    # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
     settings = ALGORITHMS[name].defaults | {k: v for k, v in own.items() if v is not None}
     mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
@@ -230,9 +214,9 @@ def cells(numbers, width: int = 7) -> str:
 
 def advantage_table(group: Group) -> str:
     """One line per response: V and advantages at its first, middle and last token."""
-    (grpo, by_group), (ppo, fixed), (justrl2, adaptive) = (
-        advantages(group, name) for name in ("grpo", "ppo", "justrl2")
-    )
+    grpo, by_group = advantages(group, "grpo")
+    ppo, fixed = advantages(group, "ppo")
+    justrl2, adaptive = advantages(group, "justrl2")
     at = "  first    mid   last"
     over_std = " / std" if by_group["std_normalize"] else ""
     decay, k = fixed["gae_lambda"], adaptive["gae_lambda_k"]
@@ -242,37 +226,21 @@ def advantage_table(group: Group) -> str:
         "JustRL II do next: mean 0 and variance 1 over the tokens of the batch).",
         f"  GRPO       (r - mean){over_std} of the group, the same for every token",
         f"  PPO        GAE, lambda = {decay:g}: what happens n tokens later counts {decay:g}^n",
-        f"  JustRL II  GAE, lambda = {k:g}^(1/L): the outcome counts {k:g}^((L-1)/L) at token 1",
-        "",
+        f"  JustRL II  GAE, lambda = {k:g}^(1/L): the outcome counts {k:g}^((L-1)/L) at token 1\n",
         f"{'':16} |{'V':^21} |{'GRPO':>7} |{'PPO':^21} |{'JustRL II':^21}",
         f" # reward      L |{at} |    all |{at} |{at}",
     ]
     for i, (reward, values) in enumerate(zip(group.rewards, group.values, strict=True)):
-        length = len(values)
-        shown = [0, (length - 1) // 2, length - 1]
+        shown = [0, (len(values) - 1) // 2, len(values) - 1]
         columns = values[shown], grpo[i, :1], ppo[i, shown], justrl2[i, shown]
-        lines.append(f"{i + 1:2}{reward:7.3f}{length:7} |" + " |".join(map(cells, columns)))
+        lines.append(f"{i + 1:2}{reward:7.3f}{len(values):7} |" + " |".join(map(cells, columns)))
     return "\n".join(lines)
-
-
-# ---- gradient weights
-
-# fmt: off
-RATIOS = (0.5, 1.0, 1.25, 1.5)
-# Label: the row of ALGORITHMS whose objective and limits are used, and what differs from it.
-WEIGHED = {
-    "REINFORCE": ("rloo", {}), "clip": ("grpo", {}), "clip-higher": ("dapo", {}),
-    "dual clip": ("grpo", {"dual_clip": 1.2}), "GSPO": ("gspo", {}), "CISPO": ("cispo", {}),
-    "SAPO": ("sapo", {}), "GMPO": ("gmpo", {}), "trust mask": ("sao", {}),
-}
-# fmt: on
 
 
 def objective_limits(label: str) -> dict:
     """The settings that an objective reads: its keyword-only arguments."""
     row, changed = ALGORITHMS[WEIGHED[label][0]], WEIGHED[label][1]
-    arguments = inspect.signature(OBJECTIVES[row.objective]).parameters.values()
-    read = [a.name for a in arguments if a.kind is a.KEYWORD_ONLY]
+    read = inspect.getfullargspec(OBJECTIVES[row.objective]).kwonlyargs
     return {k: v for k, v in (row.defaults | changed).items() if k in read and v is not None}
 
 
@@ -281,8 +249,8 @@ def gradient_weights(label: str, advantage: float) -> list[float]:
     row = ALGORITHMS[WEIGHED[label][0]]
     logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()[:, None].requires_grad_()
     old, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
-    how = objective_limits(label) | dict(objective=row.objective, row_weights=ones[:, 0])
-    how |= dict(ratio_level=row.defaults["ratio_level"])
+    how = dict(objective=row.objective, ratio_level=row.defaults["ratio_level"])
+    how |= objective_limits(label) | dict(row_weights=ones[:, 0])
     policy_loss(logprobs, old, advantage * ones, ones.bool(), **how)[0].backward()
     return (-logprobs.grad[:, 0] / advantage).tolist()
 
@@ -292,15 +260,13 @@ def weight_table() -> str:
     at = "".join(f"{ratio:6g}" for ratio in RATIOS)
     lines = [
         "Weight of A grad log pi(token) in the gradient of each objective, at ratio pi / pi_old,",
-        "by autograd (GSPO and GMPO: when all tokens of the response have that ratio).",
-        "",
+        "by autograd (GSPO and GMPO: when all tokens of the response have that ratio).\n",
         f"{'':45} |{'A = +1':^24} |{'A = -1':^24}",
         f"{'objective':12}{'row':6}{'limits':27} |{at} |{at}",
     ]
     for label, (name, _) in WEIGHED.items():
         limits = ", ".join(f"{k} {v:g}" for k, v in objective_limits(label).items())
-        for affix in ("clip_", "_clip", "sapo_"):
-            limits = limits.replace(affix, "")
+        limits = re.sub("clip_|_clip|sapo_", "", limits)
         columns = (cells(gradient_weights(label, a), 6) for a in (1.0, -1.0))
         lines.append(f"{label:12}{name:6}{limits:27} |" + " |".join(columns))
     return "\n".join(lines)
@@ -308,21 +274,21 @@ def weight_table() -> str:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="run directories to draw")
     parser.add_argument("--output", type=Path, help="folder of the figures")
     parser.add_argument("--explain", action="store_true", help="print the tables")
     parser.add_argument("--from", dest="source", type=Path, help="run with a stored group")
     parser.add_argument("--step", type=int, help="step of that group")
     args = parser.parse_args()
-    if args.explain == bool(args.runs):
-        parser.error("give run directories to draw, or --explain")
-    if (args.source is None) != (args.step is None) or (args.source and not args.explain):
-        parser.error("--from RUN_DIR and --step N belong together, and to --explain")
+    paired = (args.source is None) == (args.step is None) and (args.explain or not args.source)
+    if args.explain == bool(args.runs) or not paired:
+        parser.error("give RUN_DIR ..., or --explain, or --explain --from RUN_DIR --step N")
     if args.source:
-        print(advantage_table(stored_group(args.source, args.step)))
+        try:
+            print(advantage_table(stored_group(args.source, args.step)))
+        except (OSError, ValueError) as error:  # of a checkpoint that lacks a file
+            raise SystemExit(f"error: {error}") from error
     elif args.explain:
         print(advantage_table(example_group()), weight_table(), sep="\n\n")
     else:

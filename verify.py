@@ -110,10 +110,14 @@ def extract(response, think="auto"):
     final = final_part(response, think)
     if final is None:
         return Extraction(None, "no_think_end")
-    raw = {}  # an ordered set, last box first
+    raw, latest = {}, None  # an ordered set, last box first
     for start in reversed([match.end() for match in BOX.finditer(final)]):
+        if latest and final.startswith(latest, start):
+            continue  # a response stuck in a loop has 100,000 equal boxes
         try:
-            raw[final[start : closing_brace(final, start)]] = None
+            end = closing_brace(final, start)
+            latest = final[start : end + 1]
+            raw[latest[:-1]] = None
         except TooBig:
             return Extraction(None, "too_big")
         except Unreadable:

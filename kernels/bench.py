@@ -2,7 +2,7 @@
 
     python kernels/bench.py                             # sizes by device: CPU minutes, GPU < 2 min
     python kernels/bench.py --sizes 16384,2048,130560   # rows M, width D, vocabulary V
-    python kernels/bench.py --recipe recipes/node.yaml  # M, D and V of a training run
+    python kernels/bench.py --recipe recipes/justrl2-smollm2-135m-cpu.yaml  # M, D, V of a run
 
 Results are checked first. Heads take turns, so that a busy machine slows all alike, and times are
 medians. "MB more" is the peak memory beyond the inputs. FLOPs are those done: 2 MDV forward, 4 MDV
@@ -252,6 +252,8 @@ def recipe_size(path: str) -> tuple[int, int, int]:
     from transformers import AutoConfig
 
     recipe = yaml.safe_load(Path(path).read_text())
+    if missing := {"model", "max_tokens_per_micro_batch"} - recipe.keys():
+        raise SystemExit(f"{path} does not set {', '.join(sorted(missing))}; use --sizes M,D,V.")
     config = AutoConfig.from_pretrained(recipe["model"])
     return recipe["max_tokens_per_micro_batch"], config.hidden_size, config.vocab_size
 

@@ -313,7 +313,7 @@ def test_no_tensor_of_rows_times_vocabulary_is_ever_made(head, monkeypatch):
     monkeypatch.setattr(chunked, "MIN_ROWS", 128)
     monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", {head.device: 128 * V})
     if head.impl == "triton":
-        monkeypatch.setattr(kernels.logprob, "CHUNK_ELEMENTS", 128 * V)
+        monkeypatch.setattr("kernels.logprob.CHUNK_ELEMENTS", 128 * V)
     case = problem(M, V, D, device=head.device)
     with LargestTensor() as watch:
         run(head, *case)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -390,3 +392,82 @@ def test_the_command_line_helps():
         env=os.environ,
     )
     assert result.returncode == 0 and "--gae-lambda-k" in result.stdout
+
+
+# ---- what the documents promise
+
+
+def test_every_metric_is_defined_in_the_readme(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--steps 2 --num-critic-only-steps 1 --kl-coef 0.1 --opsm-delta 0.1 --eval-every 1"
+    eval_data = tmp_path / "eval.jsonl"
+    eval_data.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
+    run(tmp_path / "r", *flags.split(), "--eval-data", eval_data, model=random_tiny_model)
+    table = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)?\w+\*?)`", table))
+    keys = {key for row in metrics(tmp_path / "r").values() for key in row} - {"step"}
+    assert {"policy/kl", "policy/opsm_fraction", "critic/end_auc", "eval/accuracy"} <= keys
+    missing = {k for k in keys if not {k, k.split("/")[1]} & named and "/verdict_" not in k}
+    assert not missing
+
+
+def test_every_file_and_flag_the_readme_names_exists():
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / target).exists(), target
+    for recipe in re.findall(r"recipes/[\w.-]+\.yaml", text):
+        assert (ROOT / recipe).exists(), recipe
+    targets = set(re.findall(r"^make ([\w-]+)", text, re.M))
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]+)", text)}
+    fields = set(train.Config.__dataclass_fields__)
+    assert flags - {"config", "help", "nproc_per_node", "audit"} <= fields
+
+
+def test_temperature_never_touches_v(random_tiny_model, tmp_path, mixed_rewards, monkeypatch):
+    seen = []
+    score = train.score_critic
+
+    def spy(critic, batch, config):
+        values = score(critic, batch, config)
+        seen.append((values, score(critic, batch, replace(config, temperature=0.3))))
+        return values
+
+    monkeypatch.setattr(train, "score_critic", spy)
+    flags = "--steps 3 --num-critic-only-steps 1 --critic-lr 1e-2 --critic-lr-warmup-steps 0"
+    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert seen[-1][0].std() > 0 and torch.equal(*seen[-1])
+
+
+def test_norms_biases_and_the_value_head_are_not_decayed(random_tiny_model):
+    from critic import Critic
+
+    critic = Critic.from_policy(random_tiny_model, 0.5)
+    optimizer = train.adamw(critic, 1e-3, train.Config())
+    names = {id(p): n for n, p in critic.named_parameters()}
+    decayed, free = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.param_groups[1]["weight_decay"] == 0
+    assert all("norm" in n or "value_head" in n for n in free)
+    assert all(n.endswith("_proj.weight") or "embed" in n for n in decayed)
+
+
+def test_a_kl_term_and_an_entropy_bonus_change_the_gradient(
+    random_tiny_model, tmp_path, mixed_rewards
+):
+    flags = "--steps 2 --algorithm grpo --lr 1e-2"
+    plain = run(tmp_path / "a", *flags.split(), model=random_tiny_model)
+    bonus = run(tmp_path / "b", *flags.split(), "--entropy-coef", 0.1, model=random_tiny_model)
+    kl = run(tmp_path / "c", *flags.split(), "--kl-coef", 1.0, model=random_tiny_model)
+    assert bonus[1]["policy/grad_norm"] != plain[1]["policy/grad_norm"]
+    assert abs(kl[1]["policy/kl"]) < 1e-6 < kl[2]["policy/kl"]  # the reference is the start policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", train.losses.ALGORITHMS)
+def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
+    flags = f"--algorithm {algorithm} --steps 25 --num-critic-only-steps 2 --lr 5e-4 --eval-every 0"
+    flags += " --gae-lambda-alpha 1.5" if algorithm == "vapo" else ""
+    flags += " --prompts-per-step 128" if algorithm == "sao" else ""
+    train.main(["--output-dir", str(tmp_path / "r"), *flags.split(), "--eval-samples", "1"])
+    rows = metrics(tmp_path / "r")
+    assert rows[25]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.1
