@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all figures lint assets bench-kernel real-model
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -37,3 +37,11 @@ real-model: $(STAMP)
 
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
+
+# Ten minutes of random answers: no exception, no hang, no verdict that changes
+fuzz-verify: $(STAMP)
+	FUZZ_EXAMPLES=75000 $(PYTHON) -m pytest tests/test_verify.py -q -k fuzz
+
+# Beside math-verify, if that is installed
+bench-verify: $(STAMP)
+	$(PYTHON) tests/bench_verify.py

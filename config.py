@@ -49,6 +49,7 @@ class Config:
     # Machine
     device: str = _f("auto", "auto, cpu or cuda")
     dtype: str = _f("auto", "dtype of activations: float32 or bfloat16; auto: bfloat16 on CUDA, else float32 (masters are always float32)")
+    head_dtype: str = _f("auto", "dtype of the output layer's operands in trainer and sampler: float32, bfloat16, or auto: that of --dtype")
     nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py restarts itself under torchrun")
     activation_checkpointing: bool = _f(False, "recompute each layer in backward: less memory, a third more compute")
     max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result")
@@ -231,6 +232,7 @@ COMMON = {
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "head_dtype": ("auto", "float32", "bfloat16"),
     "think": ("auto", "require", "none"),
     "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"),
     "is_mode": ("none", "tis", "icepop"),

@@ -286,14 +286,14 @@ def main() -> None:
         parser.error("give RUN_DIR ..., or --explain, or --explain --from RUN_DIR --step N")
     if args.source:
         try:
-            print(advantage_table(stored_group(args.source, args.step)))
+            group = stored_group(args.source, args.step)
         except (OSError, ValueError) as error:  # of a checkpoint that lacks a file
             raise SystemExit(f"error: {error}") from error
+        print(advantage_table(group))
     elif args.explain:
         print(advantage_table(example_group()), weight_table(), sep="\n\n")
     else:
-        for file in draw(args.runs, args.output or args.runs[0] / "figures"):
-            print(file)
+        print(*draw(args.runs, args.output or args.runs[0] / "figures"), sep="\n")
 
 
 if __name__ == "__main__":

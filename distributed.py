@@ -82,16 +82,21 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer in
-    `compute_dtype`.
+def shard(
+    module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype, head_dtype: torch.dtype
+) -> None:
+    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer.
+
+    Layers are gathered in `compute_dtype`; embedding, final norm and head in `head_dtype`.
     """
     if world_size() == 1:
         return
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
     for part in (*layers, module):
+        policy = MixedPrecisionPolicy(
+            param_dtype=head_dtype if part is module else compute_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
         fully_shard(part, mp_policy=policy)
 
 

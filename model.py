@@ -204,11 +204,18 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.generation_config: str | None = None  # JSON text, saved as it was loaded
+        self.head_dtype = compute_dtype  # of the head's operands; logits accumulate in float32
 
     @property
     def head_weight(self) -> Tensor:
         """Output matrix (V, D) in its storage dtype."""
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
+
+    def set_head_dtype(self, dtype: torch.dtype) -> None:
+        """Compute the head in `dtype`; weights stored in less are lifted to it."""
+        self.head_dtype = dtype
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        head.to(torch.promote_types(head.weight.dtype, dtype))
 
     def forward(
         self,
@@ -225,12 +232,13 @@ class Transformer(nn.Module):
         positions = segment_positions(cu_seqlens, len(input_ids))
         attend = packed_attention(cu_seqlens, int(cu_seqlens.diff().max()))
         hidden = self.model(input_ids, positions, attend)
-        hidden = hidden[action_index]  # before the head: prompt tokens never cost a row of V logits
+        # Indexed before the head: prompt tokens never cost a row of V logits.
+        hidden = hidden[action_index].to(self.head_dtype)
         return logprob_entropy(hidden, self.head_weight, targets, temperature=temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) in float32, never rounded to bf16 on the way."""
-        weight = self.head_weight.to(hidden.dtype)
+        hidden, weight = hidden.to(self.head_dtype), self.head_weight.to(self.head_dtype)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             rows = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
             return rows.unflatten(0, hidden.shape[:-1])

@@ -132,6 +132,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         torch.set_num_threads(1)
     policy = prepare(policy, device, config)
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
+    for model in (policy, whole):
+        model.set_head_dtype(DTYPES[config.head_dtype])
     sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
     state = State(
         policy,
@@ -163,7 +165,7 @@ def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> tor
     """Move to the device, shard over ranks, switch on recomputation."""
     model.to(device)
     model.model.gradient_checkpointing = config.activation_checkpointing
-    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
+    distributed.shard(model, model.model.layers, DTYPES[config.dtype], DTYPES[config.head_dtype])
     return model
 
 
@@ -903,6 +905,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = distributed.init(config.device)
         if config.dtype == "auto":
             config.dtype = "bfloat16" if device.type == "cuda" else "float32"
+        if config.head_dtype == "auto":
+            config.head_dtype = config.dtype
         train(config, device)
     except (ValueError, FileNotFoundError, ImportError, FloatingPointError) as error:
         raise SystemExit(f"error: {error}") from error

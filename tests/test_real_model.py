@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_logprobs_on_a_real_chat_prompt_equal_transformers():
     tokenizer = load_tokenizer(FOLDER)
-    problems, _ = load_problems(str(ROOT / "assets/word_problems.jsonl"), tokenizer, 128)
+    problems, _ = load_problems(str(ROOT / "assets/word_problems.jsonl"), tokenizer, 256)
     policy = Transformer.from_pretrained(FOLDER).requires_grad_(False)
     sampler = Sampler(policy, stop_ids(FOLDER, tokenizer), slots=4, tokenizer=tokenizer)
     rollouts = sampler.generate([p.prompt_ids for p in problems[:2]], n=2, max_new_tokens=24)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 
@@ -471,3 +472,74 @@ def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
     train.main(["--output-dir", str(tmp_path / "r"), *flags.split(), "--eval-samples", "1"])
     rows = metrics(tmp_path / "r")
     assert rows[25]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.1
+
+
+@pytest.mark.parametrize("head_dtype", ["auto", "float32"])
+def test_bfloat16_compute_keeps_float32_masters(
+    head_dtype, random_tiny_model, tmp_path, mixed_rewards
+):
+    flags = f"--steps 2 --algorithm grpo --dtype bfloat16 --head-dtype {head_dtype} --lr 1e-5"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert all(0 < row["policy/mismatch_abs"] < 0.05 for row in rows.values())
+    after, start = weights(tmp_path / "r", 2), load_file(random_tiny_model / "model.safetensors")
+    assert all(w.dtype == torch.float32 for w in after.values())
+    moved = largest_difference(after, start)
+    assert 0 < moved <= 2.1e-5  # a bfloat16 weight of 0.02 moves in steps of 1e-4
+
+
+def test_a_float32_head_lowers_the_mismatch_of_bfloat16_layers(random_tiny_model):
+    from model import Transformer
+    from rollout import Sampler
+
+    exact = Transformer.from_pretrained(random_tiny_model)
+    errors = []
+    for head in (torch.bfloat16, torch.float32):
+        model = Transformer.from_pretrained(random_tiny_model, torch.bfloat16)
+        model.set_head_dtype(head)
+        train.distributed.copy_weights(exact, model)
+        hidden = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        errors.append((model.logits(hidden) - exact.logits(hidden.float())).abs().max().item())
+    assert errors[1] < 1e-6 < errors[0]
+    assert Sampler(model, [3]).generate([[5, 6]], max_new_tokens=4)[0].response_ids
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def test_the_update_never_holds_a_logit_for_every_token_and_word(
+    tmp_path, mixed_rewards, monkeypatch
+):
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    vocab = 20_000
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab, eos_token_id=3, **sizes)).save_pretrained(
+        tmp_path / "m"
+    )
+    AutoTokenizer.from_pretrained(ROOT / "assets/tiny-base").save_pretrained(tmp_path / "m")
+    monkeypatch.setattr(train.rollout.Sampler, "_text", lambda self, r: str(r.response_ids))
+    watch, tokens = LargestTensor(), []
+    update = train.update_policy
+
+    def watched(run_, state, batch, advantages, old_logprobs):
+        tokens.append(int(batch.response_mask.sum()))
+        with watch:
+            return update(run_, state, batch, advantages, old_logprobs)
+
+    monkeypatch.setattr(train, "update_policy", watched)
+    flags = "--steps 1 --algorithm grpo --prompts-per-step 8 --max-response-tokens 120"
+    run(tmp_path / "r", *flags.split(), model=tmp_path / "m")
+    assert tokens[0] > 3000
+    assert 0 < watch.largest < tokens[0] * vocab / 4
