@@ -373,7 +373,8 @@ class KVCache:
         """Give each of `slots` (B,) the first `length` positions of slot `source`."""
         self._clear(slots)
         for store in (self.keys, self.values):
-            store[:, slots, :, :length] = store[:, source, None, :, :length]
+            # Cloned: with one layer, source and target are ranges of one memory, which torch refuses.
+            store[:, slots, :, :length] = store[:, source, None, :, :length].clone()
 
     @torch.no_grad()
     def decode(self, slots: Tensor, lengths: Tensor) -> Attend:

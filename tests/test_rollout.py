@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rollout
 from data import DataOrder, Problem, pack
@@ -167,6 +167,18 @@ def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(model):
 def test_an_empty_prompt_is_refused(model):
     with pytest.raises(ValueError, match="no tokens"):
         Sampler(model, [2]).generate([[]])
+
+
+def test_a_model_of_one_layer_shares_prompts_within_a_group():
+    # Known fault: copying one slot of a one-layer cache onto others was refused as overlapping.
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Transformer(config).requires_grad_(False)
+    wanted = tokens(Sampler(model, [2], slots=1).generate(PROMPTS, n=3, max_new_tokens=8))
+    assert tokens(Sampler(model, [2], slots=12).generate(PROMPTS, n=3, max_new_tokens=8)) == wanted
 
 
 # ---- groups
