@@ -373,7 +373,7 @@ class KVCache:
         """Give each of `slots` (B,) the first `length` positions of slot `source`."""
         self._clear(slots)
         for store in (self.keys, self.values):
-            # Cloned: with one layer, source and target are ranges of one memory, which torch refuses.
+            # Cloned: in a one-layer cache source and target overlap, which torch refuses.
             store[:, slots, :, :length] = store[:, source, None, :, :length].clone()
 
     @torch.no_grad()
