@@ -9,6 +9,8 @@ recipes/justrl2-minicpm5-2b-128k.yaml.
 """
 
 import argparse
+import inspect
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -142,6 +144,19 @@ class Config:
                 f"--algorithm {self.algorithm} is unknown; choose one of {', '.join(algorithms)}."
             )
         row = algorithms[self.algorithm]
+        reads = inspect.signature(row.advantage).parameters
+        for name in ADVANTAGE_FIELDS:
+            if getattr(self, name) not in (None, row.defaults.get(name)) and name not in reads:
+                readers = [
+                    k
+                    for k, r in algorithms.items()
+                    if name in inspect.signature(r.advantage).parameters
+                ]
+                _require(
+                    False,
+                    name,
+                    f"is not read by {self.algorithm}; it belongs to {', '.join(readers)}",
+                )
         defaults = COMMON | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
         config._check(row)
@@ -207,6 +222,24 @@ class Config:
             "minibatches_per_step",
             "exceeds the number of responses in a step",
         )
+        for name, low, high in RANGES:
+            value = getattr(self, name)
+            _require(
+                value is None or low <= value <= high,
+                name,
+                f"is {value}; it must be in [{low}, {high}]",
+            )
+        _require(
+            self.dual_clip is None or self.dual_clip > 1, "dual_clip", "must be above 1, or unset"
+        )
+        for name in ("gae_lambda_alpha", "overlong_injection_alpha"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, "must be above 0, or unset")
+        _require(
+            self.std_ddof < self.group_size or self.group_size == 1,
+            "std_ddof",
+            f"({self.std_ddof}) must be below group_size ({self.group_size})",
+        )
         _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
         if self.partial_rollout:
             _require(
@@ -216,10 +249,12 @@ class Config:
             )
         if self.is_low is not None and self.is_high is not None:
             _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
-        if self.resume:
-            _require(bool(self.output_dir), "resume", "needs --output-dir, the run to continue")
 
 
+# Optional fields that only some advantages read: setting one for another algorithm is refused.
+ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
+# What a resumed run may not change: it would be another run under the same name.
+FIXED_ON_RESUME = "algorithm model data prompt_key label_key seed group_size".split()
 # What a field left at None is in every row that does not say otherwise.
 COMMON = {
     "group_size": 8,
@@ -229,6 +264,18 @@ COMMON = {
     "is_low": 0.5,
     "is_high": 5.0,
 }
+RANGES = (
+    ("gae_lambda", 0, 1),
+    ("gamma", 0, 1),
+    ("clip_low", 0, float("inf")),
+    ("clip_high", 0, float("inf")),
+    ("value_clip", 0, float("inf")),
+    ("adam_beta1", 0, 0.9999999),
+    ("adam_beta2", 0, 0.9999999),
+    ("max_pass_rate", 0, 1),
+    ("cov_fraction", 0, 1),
+    ("std_ddof", 0, 1),
+)
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16"),
@@ -279,8 +326,34 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     }
     rest = [f"--{negated[flag]}=false" if flag in negated else flag for flag in rest]
     recipe = read_recipe(known.config) if known.config else {}
-    # As flags in front of the user's own: one parser converts both, and the later one wins.
-    flags = [f"--{name}={value}" for name, value in recipe.items() if value is not None]
+    given = _parse(parser, recipe, rest)
+    if not given.resume:
+        return given
+    stored = read_stored(given.output_dir)
+    config = _parse(parser, recipe | stored, rest)
+    for name in FIXED_ON_RESUME:
+        new, old = getattr(config, name), stored.get(name)
+        _require(
+            new == old,
+            name,
+            f"was {old} when this run began, and a resumed run keeps it, not {new}",
+        )
+    return config
+
+
+def read_stored(output_dir: str) -> dict[str, Any]:
+    """Fields of the run to resume, as its config.json remembers them."""
+    _require(bool(output_dir), "resume", "needs --output-dir, the run to continue")
+    file = Path(output_dir) / "config.json"
+    _require(
+        file.exists(), "resume", f"finds no run in {output_dir}; leave it out to start one there"
+    )
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _parse(parser: HfArgumentParser, fields_: Mapping[str, Any], rest: list[str]) -> Config:
+    # Fields as flags in front of the user's own: one parser converts both, and the later one wins.
+    flags = [f"--{name}={value}" for name, value in fields_.items() if value is not None]
     config, *_, unknown = parser.parse_args_into_dataclasses(
         args=flags + rest, return_remaining_strings=True, look_for_args_file=False
     )

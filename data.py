@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -93,14 +94,14 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.endswith((".jsonl", ".json")):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; give --data a JSONL file.")
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}:{number} is not JSON ({error}).") from error
+                    row = json.loads(line.decode("utf-8"))
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number} is not UTF-8 JSON ({error}).") from error
                 if not isinstance(row, dict):
                     raise ValueError(
                         f"{path}:{number} is not a JSON object with a prompt and a label."
@@ -141,6 +142,15 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) 
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
+def is_prompt(value: Any) -> bool:
+    """Text, or chat messages with role and content."""
+    text = lambda x: isinstance(x, str)
+    messages = isinstance(value, list) and all(isinstance(m, dict) for m in value)
+    return text(value) or (
+        messages and all(text(m.get("role")) and text(m.get("content")) for m in value)
+    )
+
+
 def load_problems(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -159,9 +169,15 @@ def load_problems(
         for name in (prompt_key, label_key):
             if row.get(name) in (None, "", []):
                 raise ValueError(f"{where} has no {name!r}; every row needs a prompt and a label.")
-        if not isinstance(row[prompt_key], str | list):
-            raise ValueError(f"{where}: {prompt_key!r} must be text or a list of chat messages.")
-        prompt = render_prompt(tokenizer, row[prompt_key])
+        if not is_prompt(row[prompt_key]):
+            raise ValueError(
+                f"{where}: {prompt_key!r} must be text, or a list of chat messages that each have "
+                "a text `role` and a text `content`."
+            )
+        try:
+            prompt = render_prompt(tokenizer, row[prompt_key])
+        except (TemplateError, ValueError) as error:
+            raise ValueError(f"{where}: the chat template refuses the prompt: {error}.") from error
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if len(ids) > max_prompt_tokens:
             dropped += 1

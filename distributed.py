@@ -50,10 +50,8 @@ def relaunch(nproc: int) -> None:
     os.execv(sys.executable, [*launcher, f"--nproc-per-node={nproc}", "--", *sys.argv])
 
 
-def init(device: str) -> torch.device:
-    """Join the process group if a launcher started us; returns this rank's device. `device`: auto,
-    cpu or cuda.
-    """
+def choose_device(device: str, nproc: int) -> str:
+    """cpu or cuda for auto, cpu or cuda; ValueError if there are not `nproc` of them."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -61,6 +59,16 @@ def init(device: str) -> torch.device:
             "--device cuda, but torch sees no CUDA device; use --device cpu or install a CUDA "
             "build of torch."
         )
+    if device == "cuda" and nproc > torch.cuda.device_count():
+        raise ValueError(
+            f"--nproc {nproc}, but this machine has {torch.cuda.device_count()} CUDA devices; "
+            "a process needs one of its own."
+        )
+    return device
+
+
+def init(device: str) -> torch.device:
+    """Join the process group if a launcher started us; returns this rank's device, cpu or cuda."""
     local = (
         torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
         if device == "cuda"
@@ -176,15 +184,22 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """Whole optimizer state on the CPU, keyed by parameter name, so another number of ranks can
     load it.
     """
+    if not optimizer.state:  # asking would make torch take a fake first step, and Adam count it
+        return {}
     return get_optimizer_state_dict(
         module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Put back what `optimizer_state` returned (present on every rank)."""
+    """Put back what `optimizer_state` returned (present on every rank), but no hyper-parameter."""
+    if not state:
+        return
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
 
 
 def grad_norm(module: nn.Module, max_norm: float) -> float:

@@ -89,7 +89,6 @@ class Sampler:
         self.tokenizer = tokenizer
         self.device = model.head_weight.device
         self.weight_version = 0
-        self.busy = self.steps = 0  # slot-steps used and decode steps, for the occupancy metric
 
     def generate(
         self,
@@ -189,7 +188,6 @@ class Sampler:
         )
         hidden = self.model.model(last, lengths, cache.decode(tensor(list(running)), lengths))
         tokens, logprobs = draw(self.model.logits(hidden), temperature, u)
-        self.busy, self.steps = self.busy + len(running), self.steps + 1
         return tokens.tolist(), logprobs.tolist()
 
     def _text(self, rollout: Rollout) -> str:
@@ -317,7 +315,6 @@ def collect(
     keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)
     kept: list[list[Rollout]] = []
     ended: list[list[Rollout]] = []
-    unfinished: list[list[Rollout]] = []
     ranks, rank = distributed.world_size(), distributed.rank()
     progress = tqdm(
         total=wanted, desc=f"step {step} rollout", unit="group", leave=False, disable=rank > 0
@@ -350,10 +347,14 @@ def collect(
             enough=lambda finished, share=share: sum(map(keep, finished)) >= share,
             progress=progress,
         )
+        aborted = []
         for group in sorted(distributed.gather(mine), key=lambda group: group[0].group):
-            (ended if all(r.finished for r in group) else unfinished).append(group)
+            (ended if all(r.finished for r in group) else aborted).append(group)
             if all(r.finished for r in group) and keep(group):
                 kept.append(group)
+        waiting.extendleft(
+            reversed(aborted)
+        )  # first in, first out: they were started before the rest
         counts["rounds"] = round_ + 1
     progress.close()
     for group in ended:
@@ -364,10 +365,10 @@ def collect(
         counts["all_wrong"] += max(rewards) == 0
     counts |= {
         "finished": len(ended),
-        "aborted": len(unfinished),
+        "aborted": len(waiting),
         "surplus": max(0, len(kept) - wanted),
     }
-    resume = [*unfinished, *waiting] if config.partial_rollout else []
+    resume = list(waiting) if config.partial_rollout else []
     return Collected(kept[:wanted], resume, ended, dict(counts), time.perf_counter() - start)
 
 

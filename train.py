@@ -118,9 +118,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"{config.max_prompt_tokens} tokens"
         )
     if config.think == "auto" and all(p.prompt.rstrip().endswith("<think>") for p in problems):
-        config.think = (
-            "require"  # the template opened the thinking: an unfinished thought must not pay
-        )
+        config.think = "require"  # the template opened the thinking: a thought cut off must not pay
     folder = open_run_directory(config)
     checkpoint = newest_checkpoint(folder) if config.resume else None
 
@@ -130,7 +128,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     )
     if device.type == "cpu" and sum(p.numel() for p in policy.parameters()) < SMALL_MODEL:
         torch.set_num_threads(1)
-    policy = prepare(policy, device, config)
+    policy = prepare(policy, device, config, DTYPES[config.head_dtype])
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     for model in (policy, whole):
         model.set_head_dtype(DTYPES[config.head_dtype])
@@ -148,7 +146,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             critic = Critic.from_pretrained(checkpoint / "critic", compute_dtype)
         else:
             critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
-        state.critic = prepare(critic, device, config)
+        # Its root is float32 always: in bfloat16 the bias of the head moves in steps of 0.004.
+        state.critic = prepare(critic, device, config, torch.float32)
         state.critic_optimizer = adamw(state.critic, config.critic_lr, config)
     if config.kl_coef:
         state.reference = (
@@ -158,14 +157,17 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         load_state(state, checkpoint / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    write_config(folder, config)
     return Run(config, row, device, folder, problems, eval_problems, grader), state
 
 
-def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> torch.nn.Module:
+def prepare(
+    model: torch.nn.Module, device: torch.device, config: Config, head_dtype: torch.dtype
+) -> torch.nn.Module:
     """Move to the device, shard over ranks, switch on recomputation."""
     model.to(device)
     model.model.gradient_checkpointing = config.activation_checkpointing
-    distributed.shard(model, model.model.layers, DTYPES[config.dtype], DTYPES[config.head_dtype])
+    distributed.shard(model, model.model.layers, DTYPES[config.dtype], head_dtype)
     return model
 
 
@@ -192,18 +194,23 @@ def open_run_directory(config: Config) -> Path:
         raise ConfigError(
             f"--output-dir {folder} already holds a run; add --resume or choose another directory."
         )
-    if config.resume and newest_checkpoint(folder) is None:
-        raise ConfigError(
-            f"--resume: {folder} holds no checkpoint; leave --resume out to start a run there."
-        )
     distributed.barrier()  # every rank has looked before one writes
-    if distributed.rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable{distributed.rank()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
     return folder
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Make the directory a run: the last act of the set-up, so that a failed start leaves none
+    behind.
+    """
+    if distributed.rank() == 0:
+        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
 
 # ---- checkpoints
@@ -287,6 +294,7 @@ def train_step(run: Run, state: State) -> dict[str, float]:
             state.sampler, run.grader, run.problems, state.order, state.buffer, config, state.step
         )
         state.buffer = collected.unfinished
+    add_overlong_penalty(collected, config)
     metrics = rollout_metrics(collected, config)
     kept = [r for group in collected.groups for r in group]
     if kept:
@@ -302,7 +310,8 @@ def train_step(run: Run, state: State) -> dict[str, float]:
         if state.critic is not None:
             with clock("update_critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
-        if state.critic is None or state.step >= config.num_critic_only_steps:
+        warm = state.critic is None or state.step >= config.num_critic_only_steps
+        if warm and loss_mask(batch, config).any():
             with clock("score_policy"):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"):
@@ -313,23 +322,34 @@ def train_step(run: Run, state: State) -> dict[str, float]:
     return metrics | clock.metrics(collected)
 
 
+def add_overlong_penalty(collected: rollout.Collected, config: Config) -> None:
+    """Note the penalty of every response that ended, kept or not."""
+    ended = [r for group in collected.finished for r in group]
+    penalties = losses.overlong_penalty(
+        torch.tensor([len(r.response_ids) for r in ended]),
+        config.max_response_tokens,
+        config.overlong_buffer_tokens,
+        config.overlong_penalty_factor,
+    )
+    for r, penalty in zip(ended, penalties.tolist(), strict=True):
+        r.overlong_penalty = penalty
+
+
+def overlong_penalties(batch: Batch) -> Tensor:
+    """(N,) float64, not positive."""
+    noted = [r.overlong_penalty for r in batch.rollouts]
+    return torch.tensor(noted, dtype=torch.float64, device=batch.rewards.device)
+
+
 def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """(actor, critic) rewards on the last token of each response, (N, T).
 
     Critic: the raw reward. Actor: raw + length reward + overlong penalty, unless the penalty is
     injected into the advantages later.
     """
-    penalty = losses.overlong_penalty(
-        batch.response_lengths,
-        config.max_response_tokens,
-        config.overlong_buffer_tokens,
-        config.overlong_penalty_factor,
-    )
-    for r, p in zip(batch.rollouts, penalty.tolist(), strict=True):
-        r.overlong_penalty = p
     actor = batch.rewards.double()
     if config.overlong_injection_alpha is None:
-        actor = actor + penalty
+        actor = actor + overlong_penalties(batch)
     if config.length_reward_weight:
         actor = actor + losses.length_reward(
             batch.rewards > 0.5,
@@ -413,11 +433,13 @@ def compute_advantages(
         **asdict(run.config),
     )
     if run.config.overlong_injection_alpha is not None:
-        penalty = torch.tensor([r.overlong_penalty for r in batch.rollouts], device=run.device)
         decay = losses.vapo_lambda(batch.response_lengths, run.config.overlong_injection_alpha)
-        advantages = losses.inject_terminal(advantages, penalty, batch.response_mask, decay)
-    if run.config.whiten_advantages:
-        advantages = losses.whiten(advantages, loss_mask(batch, run.config))
+        advantages = losses.inject_terminal(
+            advantages, overlong_penalties(batch), batch.response_mask, decay
+        )
+    mask = loss_mask(batch, run.config)
+    if run.config.whiten_advantages and mask.any():
+        advantages = losses.whiten(advantages, mask)
     return advantages, returns
 
 
@@ -543,7 +565,8 @@ def optimizer_step(
     norm = distributed.grad_norm(model, config.max_grad_norm)
     if not math.isfinite(norm):
         raise FloatingPointError(
-            f"the gradient norm is {norm}; the weights were left as they were."
+            f"a gradient norm of the {type(model).__name__} is {norm}; its weights were left as "
+            "they were, the newest checkpoint is good."
         )
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -655,6 +678,7 @@ def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, f
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
         "response_length_max": max((len(r.response_ids) for r in ended), default=0),
         "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
+        "overlong_penalty_mean": mean([r.overlong_penalty for r in ended]),
         "truncated_share": mean([r.finish_reason == "length" for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
     }
@@ -665,9 +689,7 @@ def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, f
 def score_metrics(
     batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained,
-    overlong penalty.
-    """
+    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained."""
     mask = batch.response_mask
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
@@ -675,8 +697,6 @@ def score_metrics(
         "policy/mismatch_max": float(gap.abs().max()),
         "policy/advantage_mean": float(advantages[mask].mean()),
         "policy/advantage_std": float(advantages[mask].std()),
-        "rollout/overlong_penalty_mean": sum(r.overlong_penalty for r in batch.rollouts)
-        / len(batch.rollouts),
     }
 
 
@@ -755,7 +775,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     }
 
 
-def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) -> None:
+def alarms(run: Run, state: State, metrics: dict[str, float]) -> None:
     """One loud line for each way a run can be dead while its logs look alive."""
     say = lambda sentence: print0(f"WARNING step {state.step}: {sentence}", file=sys.stderr)
     if not metrics["rollout/groups_kept"]:
@@ -764,6 +784,12 @@ def alarms(run: Run, state: State, metrics: dict[str, float], empty_steps: int) 
             f"right ({metrics['rollout/all_right_share']:.0%}) or all wrong "
             f"({metrics['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
             "another difficulty, a larger --group-size or more --max-refills."
+        )
+    undecided = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
+    if undecided > 0.01:
+        say(
+            f"the verifier gave up on {undecided:.0%} of the responses, which counts as wrong. "
+            "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
         )
     if metrics["rollout/truncated_share"] == 1:
         say(
@@ -814,7 +840,11 @@ def train(config: Config, device: torch.device) -> Path:
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         forget_after(run.folder / name, state.step)
     with run.grader, stop_after_step(state):
-        if state.step == 0 and run.eval_problems:
+        if state.step >= config.steps:
+            print0(
+                f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
+            )
+        if state.step == 0 and run.eval_problems and not metrics_file.exists():
             start = evaluate(run, state)
             print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
             if distributed.rank() == 0:
@@ -838,7 +868,7 @@ def train(config: Config, device: torch.device) -> Path:
                 progress.write(summary(state.step, config.steps, metrics))
             progress.update()
             empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
-            alarms(run, state, metrics, empty_steps)
+            alarms(run, state, metrics)
             if last or (config.save_every and state.step % config.save_every == 0):
                 save_checkpoint(run, state)
             if empty_steps == 3:
@@ -894,22 +924,26 @@ def draw_figures(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        print0(f"no figures: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        print0(f"no figures: {last}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     try:
         config = parse(argv).resolved(losses.ALGORITHMS)
+        kind = distributed.choose_device(config.device, config.nproc)
         distributed.relaunch(config.nproc)
-        device = distributed.init(config.device)
+        device = distributed.init(kind)
         if config.dtype == "auto":
             config.dtype = "bfloat16" if device.type == "cuda" else "float32"
         if config.head_dtype == "auto":
             config.head_dtype = config.dtype
         train(config, device)
-    except (ValueError, FileNotFoundError, ImportError, FloatingPointError) as error:
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped at once; the step in hand is lost.") from None
     finally:
         distributed.shutdown()
 

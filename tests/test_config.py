@@ -1,5 +1,7 @@
 """Configuration: flags, recipes, row defaults, and one clear sentence for what cannot run."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,13 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(temperature=0.0), ["--temperature", "above 0"]),
         (dict(lr=-1.0), ["--lr", "negative"]),
         (dict(is_low=6.0), ["--is-low", "is_high"]),
-        (dict(resume=True), ["--resume", "--output-dir"]),
+        (dict(algorithm="ppo", gae_lambda=7.0), ["--gae-lambda", "7.0", "[0, 1]"]),
+        (dict(algorithm="ppo", gae_lambda_k=0.5), ["--gae-lambda-k", "ppo", "justrl2"]),
+        (dict(gae_lambda=0.9), ["--gae-lambda", "justrl2", "ppo"]),
+        (dict(clip_low=-3.0), ["--clip-low", "-3"]),
+        (dict(dual_clip=0.5), ["--dual-clip", "above 1"]),
+        (dict(overlong_injection_alpha=0.0), ["--overlong-injection-alpha", "above 0"]),
+        (dict(algorithm="grpo", std_ddof=2), ["--std-ddof"]),
     ],
 )
 def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
@@ -68,6 +76,21 @@ def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_resume_takes_the_fields_of_the_run_and_lets_only_some_change(tmp_path):
+    with pytest.raises(ConfigError, match="--output-dir"):
+        parse(["--resume"])
+    with pytest.raises(ConfigError, match="finds no run"):
+        parse(["--resume", "--output-dir", str(tmp_path)])
+    stored = Config(algorithm="ppo", lr=1e-6, steps=5).resolved(ALGORITHMS)
+    (tmp_path / "config.json").write_text(json.dumps(asdict(stored)))
+    resume = ["--resume", "--output-dir", str(tmp_path)]
+    config = parse([*resume, "--steps", "9"])
+    assert (config.algorithm, config.lr, config.gae_lambda, config.steps) == ("ppo", 1e-6, 0.95, 9)
+    assert config.resolved(ALGORITHMS).group_size == 8
+    with pytest.raises(ConfigError, match="--algorithm was ppo"):
+        parse([*resume, "--algorithm", "grpo"])
 
 
 def test_critic_mode_accepts_group_size_one():

@@ -242,6 +242,61 @@ def test_bc14_a_policy_without_its_critic_is_an_error(random_tiny_model, tmp_pat
         )
 
 
+def test_saving_more_often_changes_no_weight(random_tiny_model, tmp_path, mixed_rewards):
+    # Known fault: asking a fresh Adam for its state made it count a step that never was.
+    flags = "--steps 4 --num-critic-only-steps 2 --critic-lr-warmup-steps 0"
+    for name, every in (("a", 0), ("b", 1)):
+        run(tmp_path / name, *flags.split(), "--save-every", every, model=random_tiny_model)
+    assert same(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))
+
+
+def test_resume_needs_no_flag_repeated_and_takes_new_hyperparameters(
+    random_tiny_model, tmp_path, mixed_rewards
+):
+    flags = "--steps 2 --algorithm dapo --lr 1e-6 --weight-decay 0"
+    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--steps", "3"])
+    assert metrics(tmp_path / "r")[3]["policy/lr"] == 1e-6
+    config = json.loads((tmp_path / "r/config.json").read_text())
+    assert config["algorithm"] == "dapo" and config["weight_decay"] == 0 and config["steps"] == 3
+    seen = []
+    step = train.optimizer_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer_step", lambda m, o, *a: seen.append(o) or step(m, o, *a))
+        more = ["--steps", "4", "--weight-decay", "0.3"]
+        train.main(["--resume", "--output-dir", str(tmp_path / "r"), *more])
+    assert seen[0].param_groups[0]["weight_decay"] == 0.3
+
+
+def test_a_failed_start_leaves_the_directory_free(random_tiny_model, tmp_path, mixed_rewards):
+    with pytest.raises(SystemExit, match="nowhere"):
+        run(tmp_path / "r", "--data", "nowhere.jsonl")
+    run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
+
+
+def test_everything_truncated_under_the_overlong_filter_trains_only_the_critic(
+    random_tiny_model, tmp_path, mixed_rewards, capsys
+):
+    flags = "--steps 2 --num-critic-only-steps 0 --overlong-filter --max-response-tokens 2"
+    rows = run(tmp_path / "r", *flags.split(), "--no-dynamic-sampling", model=random_tiny_model)
+    for row in rows.values():
+        assert row["rollout/truncated_share"] < 1 or "policy/loss" not in row
+        assert "critic/loss" in row
+    assert any("policy/loss" not in row for row in rows.values())
+
+
+def test_a_verifier_that_gives_up_is_said_loudly(random_tiny_model, tmp_path, monkeypatch, capsys):
+    class Late(HashGrader):
+        def submit(self, response, label, think="auto"):
+            future = Future()
+            future.set_result(SimpleNamespace(correct=False, reason="timeout"))
+            return future
+
+    monkeypatch.setattr(train, "Verifier", Late)
+    run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
+    assert "the verifier gave up on 100%" in capsys.readouterr().err
+
+
 def test_only_the_newest_checkpoints_are_kept(random_tiny_model, tmp_path, mixed_rewards):
     run(
         tmp_path / "r",
@@ -321,7 +376,7 @@ def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mi
     with pytest.raises(SystemExit, match="already holds a run; add --resume"):
         run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
     assert (tmp_path / "r/metrics.jsonl").read_text() == before
-    with pytest.raises(SystemExit, match="holds no checkpoint"):
+    with pytest.raises(SystemExit, match="finds no run"):
         run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
 
 
