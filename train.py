@@ -1,5 +1,4 @@
-"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`: `python train.py
---help`.
+"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`.
 
 One step, in the order of the method:
 
@@ -11,7 +10,7 @@ One step, in the order of the method:
     6 critic    one or more updates towards the raw reward             update_critic
     7 policy    old log-probs, then one or more updates of the         score_policy, update_policy
                 surrogate, once the critic is warm
-    8 books     metrics, samples, checkpoint, evaluation
+    8 books     metrics, samples, checkpoint, evaluation               books, save_checkpoint
 
 The scalars of a step are held whole on every rank, so statistics and denominators are global
 without a collective; only model forwards and backwards are shared out.
@@ -21,10 +20,8 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,6 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import books
 import distributed
 import losses
 import rollout
@@ -288,14 +286,14 @@ def load_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
 
 def train_step(run: Run, state: State) -> dict[str, float]:
     """Steps 1 to 7 of the method; returns the metrics of the step."""
-    config, clock = run.config, Clock()
+    config, clock = run.config, books.Clock()
     with clock("rollout"):
         collected = rollout.collect(
             state.sampler, run.grader, run.problems, state.order, state.buffer, config, state.step
         )
         state.buffer = collected.unfinished
     add_overlong_penalty(collected, config)
-    metrics = rollout_metrics(collected, config)
+    metrics = books.rollout_metrics(collected, config)
     kept = [r for group in collected.groups for r in group]
     if kept:
         batch = to_batch(kept, run.device)
@@ -316,8 +314,8 @@ def train_step(run: Run, state: State) -> dict[str, float]:
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-            metrics |= score_metrics(batch, old_logprobs, entropy, advantages)
-    write_rollouts(run, state.step + 1, collected)
+            metrics |= books.score_metrics(batch, old_logprobs, entropy, advantages)
+    books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected)
     state.step += 1
     return metrics | clock.metrics(collected)
 
@@ -461,7 +459,7 @@ def update_critic(
     from critic import audit
     from critic import values as critic_values
 
-    config, sums = run.config, Sums()
+    config, sums = run.config, books.Sums()
     mask = batch.response_mask
     for rows in minibatches(
         batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step
@@ -497,7 +495,7 @@ def update_policy(
     run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor
 ) -> dict[str, float]:
     """The surrogate objective; then the sampler gets the new weights."""
-    config, sums = run.config, Sums()
+    config, sums = run.config, books.Sums()
     mask = loss_mask(batch, config)
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
@@ -585,7 +583,7 @@ def check_finite(
         return
     file = run.folder / f"nonfinite_step_{state.step + 1:06d}_rank{distributed.rank()}.jsonl"
     file.write_text(
-        "".join(json.dumps(sample_row(state.step + 1, r, True)) + "\n" for r in rollouts)
+        "".join(json.dumps(books.sample_row(state.step + 1, r, True)) + "\n" for r in rollouts)
     )
     raise FloatingPointError(
         f"the {name} is not finite in step {state.step + 1} (loss {loss.item()}); "
@@ -593,162 +591,7 @@ def check_finite(
     )
 
 
-# ---- books
-
-
-class Sums:
-    """Metrics as sums of numerators and denominators over micro-batches, minibatches and ranks;
-    never a mean of means.
-    """
-
-    def __init__(self):
-        self.pairs: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def add(self, parts: dict[str, tuple]) -> None:
-        """Add {name: (numerator, denominator)} of one micro-batch."""
-        for name, (numerator, denominator) in parts.items():
-            self.pairs[name][0] += float(numerator)
-            self.pairs[name][1] += float(denominator)
-
-    def add_optimizer_step(self, grad_norm: float) -> None:
-        """Count one optimizer step, which all ranks take together: the divisor of the loss and of
-        the norm.
-        """
-        share = 1 / distributed.world_size()
-        self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
-
-    def means(self) -> dict[str, float]:
-        """Quotients over all ranks; NaN where nothing was counted."""
-        names = sorted(self.pairs)
-        total = distributed.sum_on_device([self.pairs[n] for n in names])
-        return {n: a / b if b else math.nan for n, (a, b) in zip(names, total, strict=True)}
-
-
-class Clock:
-    """Seconds spent in each phase of a step."""
-
-    def __init__(self):
-        self.start, self.seconds = time.perf_counter(), {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = time.perf_counter() - begin
-
-    def metrics(self, collected: rollout.Collected) -> dict[str, float]:
-        """perf/ metrics: seconds by phase and sampled tokens per second of rollout."""
-        tokens = sum(len(r.response_ids) for group in collected.finished for r in group)
-        step = time.perf_counter() - self.start
-        named = {f"perf/{phase}_s": s for phase, s in self.seconds.items()}
-        return named | {
-            "perf/step_s": step,
-            "perf/rollout_tokens_per_s": tokens / self.seconds["rollout"],
-        }
-
-
-def rollout_metrics(collected: rollout.Collected, config: Config) -> dict[str, float]:
-    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
-    the numbers.
-    """
-    ended = [r for group in collected.finished for r in group]
-    kept = [r for group in collected.groups for r in group]
-    count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
-    reasons = Counter(r.reason for r in ended)
-    metrics = {
-        "groups_kept": len(collected.groups),
-        "groups_finished": count["finished"],
-        "groups_aborted": count["aborted"],
-        "groups_resumed": count["resumed"],
-        "groups_surplus": count["surplus"],
-        "rounds": count["rounds"],
-        "zero_variance_share": count["zero_variance"] / count["finished"]
-        if count["finished"]
-        else math.nan,
-        "all_right_share": count["all_right"] / count["finished"]
-        if count["finished"]
-        else math.nan,
-        "all_wrong_share": count["all_wrong"] / count["finished"]
-        if count["finished"]
-        else math.nan,
-        "reward_mean": mean([r.reward for r in ended]),
-        "kept_reward_mean": mean([r.reward for r in kept]),
-        "response_length_mean": mean([len(r.response_ids) for r in ended]),
-        "response_length_max": max((len(r.response_ids) for r in ended), default=0),
-        "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
-        "overlong_penalty_mean": mean([r.overlong_penalty for r in ended]),
-        "truncated_share": mean([r.finish_reason == "length" for r in ended]),
-        "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
-    }
-    metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
-    return {f"rollout/{name}": value for name, value in metrics.items()}
-
-
-def score_metrics(
-    batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
-) -> dict[str, float]:
-    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained."""
-    mask = batch.response_mask
-    gap = (old_logprobs - batch.rollout_logprobs)[mask]
-    return {
-        "policy/entropy": float(entropy[mask].mean()),
-        "policy/mismatch_max": float(gap.abs().max()),
-        "policy/advantage_mean": float(advantages[mask].mean()),
-        "policy/advantage_std": float(advantages[mask].std()),
-    }
-
-
-def sample_row(step: int, r: Rollout, kept: bool) -> dict:
-    """One line of rollouts.jsonl."""
-    return {
-        "step": step,
-        "problem_id": r.problem.id,
-        "sample_index": r.sample_index,
-        "prompt": r.problem.prompt,
-        "response": r.text,
-        "response_ids": r.response_ids,
-        "rollout_logprobs": r.rollout_logprobs,
-        "reward": r.reward,
-        "overlong_penalty": r.overlong_penalty,
-        "reason": r.reason,
-        "finish_reason": r.finish_reason,
-        "response_length": len(r.response_ids),
-        "kept": kept,
-    }
-
-
-def write_rollouts(run: Run, step: int, collected: rollout.Collected) -> None:
-    """Append `log_samples` responses of the step, whole groups first, to rollouts.jsonl."""
-    if distributed.rank() > 0 or run.config.log_samples == 0:
-        return
-    kept = {group[0].group for group in collected.groups}
-    rows = [sample_row(step, r, r.group in kept) for group in collected.finished for r in group]
-    append(
-        run.folder / "rollouts.jsonl",
-        rows if run.config.log_samples < 0 else rows[: run.config.log_samples],
-    )
-
-
-def append(file: Path, rows: Sequence[dict]) -> None:
-    """Append JSON lines; a NaN, which JSON does not have, becomes null."""
-    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
-    with open(file, "a", encoding="utf-8") as out:
-        out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
-
-
-def forget_after(file: Path, step: int) -> None:
-    """Cut a JSONL file back to rows up to `step`: what a resumed run will write again."""
-    if distributed.rank() == 0 and file.exists():
-        lines = [
-            line
-            for line in file.read_text(encoding="utf-8").splitlines(True)
-            if line.endswith("\n")
-        ]
-        file.write_text(
-            "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
-        )
+# ---- the loop
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
@@ -775,60 +618,6 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     }
 
 
-def alarms(run: Run, state: State, metrics: dict[str, float]) -> None:
-    """One loud line for each way a run can be dead while its logs look alive."""
-    say = lambda sentence: print0(f"WARNING step {state.step}: {sentence}", file=sys.stderr)
-    if not metrics["rollout/groups_kept"]:
-        say(
-            f"no group kept of {metrics['rollout/groups_finished']} sampled: every group was all "
-            f"right ({metrics['rollout/all_right_share']:.0%}) or all wrong "
-            f"({metrics['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
-            "another difficulty, a larger --group-size or more --max-refills."
-        )
-    undecided = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
-    if undecided > 0.01:
-        say(
-            f"the verifier gave up on {undecided:.0%} of the responses, which counts as wrong. "
-            "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
-        )
-    if metrics["rollout/truncated_share"] == 1:
-        say(
-            "every response was cut off; raise --max-response-tokens or check the model's stop ids."
-        )
-    if state.critic_steps > 2 and metrics.get("critic/v_std", 1.0) < 1e-6:
-        say(
-            f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after "
-            f"{state.critic_steps} updates, head weight norm "
-            f"{metrics['critic/head_weight_norm']:.1e}. Check --critic-lr ({run.config.critic_lr})."
-        )
-    if metrics.get("policy/mismatch_abs", 0.0) > 0.05:
-        say(
-            f"sampler and trainer disagree by {metrics['policy/mismatch_abs']:.3f} nats a token; "
-            "importance weights (--is-mode icepop) bound the harm, --dtype float32 shows whether "
-            "precision is the cause."
-        )
-
-
-def summary(step: int, steps: int, m: dict[str, float]) -> str:
-    """The metrics of a step that fit one line."""
-    parts = [f"step {step}/{steps}", f"reward {m['rollout/reward_mean']:.3f}"]
-    parts += [
-        f"length {m['rollout/response_length_mean']:.0f}",
-        f"zero-var {m['rollout/zero_variance_share']:.2f}",
-    ]
-    if "policy/loss" in m:
-        parts += [f"entropy {m['policy/entropy']:.3f}", f"grad {m['policy/grad_norm']:.2f}"]
-    if "critic/loss" in m:
-        parts += [f"V-loss {m['critic/loss']:.3f}", f"V-EV {m['critic/explained_variance']:.2f}"]
-        parts += [] if "policy/loss" in m else ["critic only"]
-    if "eval/accuracy" in m:
-        parts.append(f"held-out {m['eval/accuracy']:.3f}")
-    return " | ".join([*parts, f"{m['perf/step_s']:.1f} s"])
-
-
-# ---- the loop
-
-
 def train(config: Config, device: torch.device) -> Path:
     """Run to `steps` (or to Ctrl-C) and return the run directory."""
     run, state = set_up(config, device)
@@ -838,7 +627,7 @@ def train(config: Config, device: torch.device) -> Path:
     )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl"):
-        forget_after(run.folder / name, state.step)
+        books.forget_after(run.folder / name, state.step)
     with run.grader, stop_after_step(state):
         if state.step >= config.steps:
             print0(
@@ -848,7 +637,7 @@ def train(config: Config, device: torch.device) -> Path:
             start = evaluate(run, state)
             print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
             if distributed.rank() == 0:
-                append(metrics_file, [{"step": 0} | start])
+                books.append(metrics_file, [{"step": 0} | start])
         empty_steps = 0
         progress = tqdm(
             total=config.steps,
@@ -864,11 +653,11 @@ def train(config: Config, device: torch.device) -> Path:
             ):
                 metrics |= evaluate(run, state)
             if distributed.rank() == 0:
-                append(metrics_file, [{"step": state.step} | metrics])
-                progress.write(summary(state.step, config.steps, metrics))
+                books.append(metrics_file, [{"step": state.step} | metrics])
+                progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()
             empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
-            alarms(run, state, metrics)
+            books.alarms(state.step, state.critic_steps, config, metrics)
             if last or (config.save_every and state.step % config.save_every == 0):
                 save_checkpoint(run, state)
             if empty_steps == 3:
@@ -879,7 +668,8 @@ def train(config: Config, device: torch.device) -> Path:
                 break
         progress.close()
         save_checkpoint(run, state)
-    report(run, state)
+    if distributed.rank() == 0:
+        books.report(run.folder, state.step, config.steps)
     return run.folder
 
 
@@ -901,31 +691,6 @@ def stop_after_step(state: State) -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def report(run: Run, state: State) -> None:
-    """Figures, and where everything is."""
-    if distributed.rank() > 0:
-        return
-    draw_figures(run.folder)
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    if accuracies:
-        print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
-    if state.step < run.config.steps:
-        print0(f"stopped after step {state.step}; go on with --resume --output-dir {run.folder}")
-    print0(f"run directory: {run.folder}")
-
-
-def draw_figures(folder: Path) -> None:
-    """Figures by diagnose.py in a process of its own: a missing matplotlib costs a line, not the
-    run.
-    """
-    command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
-        print0(f"no figures: {last}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -52,7 +52,7 @@ def mixed_rewards(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch, request):
     if "figures" not in request.keywords:
-        monkeypatch.setattr(train, "draw_figures", lambda folder: None)
+        monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
 
 
 def run(folder, *flags, model=None):
