@@ -5,9 +5,11 @@ Nothing here changes what is trained. README.md defines every metric.
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ import distributed
 from config import ROOT, Config
 from data import Batch, Rollout
 from distributed import print0
-from rollout import Collected
+from rollout import Collected, has_signal
 
 
 class Sums:
@@ -76,6 +78,34 @@ class Clock:
         }
 
 
+def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Shares of groups with every response right, with none right, and without a gradient.
+
+    Without: population variance of the rewards below 0.01, coarser than the sampling filter, which
+    keeps any difference.
+    """
+    flat = [statistics.mean(rewards) for rewards in groups if statistics.pvariance(rewards) < 0.01]
+    share = lambda count: count / len(groups) if groups else math.nan
+    return {
+        "solve_all": share(sum(mean > 0.99 for mean in flat)),
+        "solve_none": share(sum(mean < 0.01 for mean in flat)),
+        "no_grad": share(len(flat)),
+    }
+
+
+def is_repetitive(text: str) -> bool:
+    """Longer than 10,000 characters, and the last 10,000 shrink more than tenfold under zlib."""
+    tail = text[-10_000:].encode()
+    return len(text) > 10_000 and len(tail) > 10 * len(zlib.compress(tail, 9))
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that one of k of the n samples is right, unbiased (Codex 2107.03374): 1 -
+    C(n-c,k)/C(n,k).
+    """
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
 def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
     the numbers.
@@ -83,6 +113,8 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     ended = [r for group in collected.finished for r in group]
     kept = [r for group in collected.groups for r in group]
     count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
+    groups = [[r.reward for r in group] for group in collected.finished]
+    signal = group_signal(groups)
     reasons = Counter(r.reason for r in ended)
     metrics = {
         "groups_kept": len(collected.groups),
@@ -91,15 +123,9 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "groups_resumed": count["resumed"],
         "groups_surplus": count["surplus"],
         "rounds": count["rounds"],
-        "zero_variance_share": count["zero_variance"] / count["finished"]
-        if count["finished"]
-        else math.nan,
-        "all_right_share": count["all_right"] / count["finished"]
-        if count["finished"]
-        else math.nan,
-        "all_wrong_share": count["all_wrong"] / count["finished"]
-        if count["finished"]
-        else math.nan,
+        "zero_variance_share": mean([not has_signal(rewards) for rewards in groups]),
+        "all_right_share": signal["solve_all"],
+        "all_wrong_share": signal["solve_none"],
         "reward_mean": mean([r.reward for r in ended]),
         "kept_reward_mean": mean([r.reward for r in kept]),
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
@@ -107,6 +133,7 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
         "overlong_penalty_mean": mean([r.overlong_penalty for r in ended]),
         "truncated_share": mean([r.finish_reason == "length" for r in ended]),
+        "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
     }
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}

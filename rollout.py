@@ -358,11 +358,7 @@ def collect(
         counts["rounds"] = round_ + 1
     progress.close()
     for group in ended:
-        rewards = [r.reward for r in group]
-        order.record(group[0].problem.index, rewards)
-        counts["zero_variance"] += not has_signal(rewards)
-        counts["all_right"] += min(rewards) == 1
-        counts["all_wrong"] += max(rewards) == 0
+        order.record(group[0].problem.index, [r.reward for r in group])
     counts |= {
         "finished": len(ended),
         "aborted": len(waiting),

@@ -610,8 +610,12 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         seed=config.seed,
     )
     ended = [r for group in groups for r in group]
+    sizes = [2**i for i in range(config.eval_samples.bit_length()) if 2**i <= config.eval_samples]
+    right = [round(sum(r.reward for r in group)) for group in groups]
+    chance = lambda k: sum(books.pass_at_k(config.eval_samples, c, k) for c in right) / len(right)
     return {
         "eval/accuracy": sum(r.reward for r in ended) / len(ended),
+        **{f"eval/pass_at_{k}": chance(k) for k in sizes},
         "eval/response_length_mean": sum(len(r.response_ids) for r in ended) / len(ended),
         "eval/truncated_share": sum(r.finish_reason == "length" for r in ended) / len(ended),
         "eval/seconds": time.perf_counter() - start,
