@@ -85,10 +85,12 @@ def times(*factors):
 
 
 def plus(*terms):
+    """Sum of one or more numbers."""
     return ("add", *map(number, terms)) if len(terms) > 1 else terms[0]
 
 
 def negative(value):
+    """A number or matrix with its sign changed."""
     return scaled(MINUS_ONE, value)
 
 
@@ -107,10 +109,12 @@ def symbols(expr):
 
 
 def contains(expr, tag):
+    """Whether a node of this kind occurs in an expression."""
     return expr[0] == tag or any(contains(part, tag) for part in expr[1:] if type(part) is tuple)
 
 
 def over(above, below):
+    """Quotient of two numbers."""
     return ("mul", number(above), ("inv", number(below)))
 
 
@@ -136,6 +140,7 @@ def set_budget(nanoseconds):
 
 
 def budget_left():
+    """Nanoseconds of estimated work that are left for this pair."""
     return _budget[0]
 
 
@@ -514,6 +519,7 @@ def inequality(ops, sides):
 
 
 def is_ray(value):
+    """Whether a value is a named set of reals, such as x > 2."""
     return value[0] == "named" and value[2][0] == "reals"
 
 
@@ -668,6 +674,7 @@ def same_ratio(a, b):
 
 
 def same_reals(a, b):
+    """Whether two sets of reals have the same pieces; None is no set."""
     if a is None or b is None:
         return False
     a, b = (normal(pieces) if len(pieces) > 1 else pieces for pieces in (a, b))
@@ -694,6 +701,7 @@ def same_relation(a, b):
 
 
 def as_relation(value):
+    """(sign, left, right) of a relation or of `name = value`."""
     if value[0] == "relation":
         return value[1:]
     return "=", *(("sym", x[1]) if x[0] == "text" else number(x) for x in value[1:3])

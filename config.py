@@ -159,43 +159,45 @@ class Config:
                 )
         defaults = COMMON | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
-        config._check(row)
+        config._check_fields()
+        config._check_consistency(row)
         return config
 
-    def _check(self, row: Any) -> None:
-        positive = (
-            "steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens "
-        )
-        positive += "max_response_tokens temperature slots over_sampling verifier_workers verifier_timeout_s "
-        positive += "epochs_per_step minibatches_per_step critic_updates_per_step max_grad_norm eval_samples gamma"
-        for name in positive.split():
-            _require(getattr(self, name) > 0, name, f"is {getattr(self, name)}; it must be above 0")
-        not_negative = (
-            "lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills "
-        )
-        not_negative += "overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every keep_checkpoints"
-        for name in not_negative.split():
-            _require(
-                getattr(self, name) >= 0, name, f"is {getattr(self, name)}; it must not be negative"
-            )
+    def _check_fields(self) -> None:
+        """Every field by itself; None, where it is allowed, is always in range."""
+        for name in POSITIVE:
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, f"is {value}; it must be above 0")
+        for name in NOT_NEGATIVE:
+            value = getattr(self, name)
+            _require(value >= 0, name, f"is {value}; it must not be negative")
+        for name, low, high in RANGES:
+            value = getattr(self, name)
+            inside = value is None or low <= value <= high
+            _require(inside, name, f"is {value}; it must be in [{low}, {high}]")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            _require(
-                value is None or value in choices,
-                name,
-                f"is {value!r}; choose one of {', '.join(choices)}",
-            )
+            known = value is None or value in choices
+            _require(known, name, f"is {value!r}; choose one of {', '.join(choices)}")
+        k = self.gae_lambda_k
+        _require(k is None or 0 < k <= 1, "gae_lambda_k", f"is {k}; it must be in (0, 1]")
+        c = self.dual_clip
+        _require(c is None or c > 1, "dual_clip", f"is {c}; it must be above 1, or unset")
+        _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
+
+    def _check_consistency(self, row: Any) -> None:
+        """Fields that cannot go together."""
         _require(
             self.overlong_buffer_tokens < self.max_response_tokens,
             "overlong_buffer_tokens",
-            f"({self.overlong_buffer_tokens}) must be below max_response_tokens ({self.max_response_tokens}): "
-            "the paper uses a fifth of the budget",
+            f"({self.overlong_buffer_tokens}) must be below max_response_tokens "
+            f"({self.max_response_tokens}); the paper uses a fifth of the budget",
         )
         _require(
             self.group_size > 1 or row.critic,
             "group_size",
-            f"is 1, but {self.algorithm} compares the responses of a group and would learn nothing; use at "
-            "least 2, or an algorithm with a critic",
+            f"is 1, but {self.algorithm} compares the responses of a group and would learn nothing; "
+            "use at least 2, or an algorithm with a critic",
         )
         _require(
             self.group_size > 1 or not self.dynamic_sampling,
@@ -203,54 +205,42 @@ class Config:
             "drops every group of one response; set --no-dynamic-sampling or a larger --group-size",
         )
         _require(
-            self.gae_lambda_k is None or 0 < self.gae_lambda_k <= 1,
-            "gae_lambda_k",
-            "must be in (0, 1]",
+            self.std_ddof < self.group_size or self.group_size == 1,
+            "std_ddof",
+            f"({self.std_ddof}) must be below group_size ({self.group_size})",
         )
         _require(
             self.gae_lambda_k is None or self.gamma == 1,
             "gamma",
-            "must be 1 with a length-adaptive lambda (gae_lambda_k): its value target is the undiscounted reward",
+            "must be 1 with a length-adaptive lambda (gae_lambda_k): its value target is the "
+            "undiscounted reward",
         )
         _require(
             not row.critic or self.num_critic_only_steps < self.steps,
             "num_critic_only_steps",
-            f"({self.num_critic_only_steps}) must be below steps ({self.steps}), or the policy never trains",
+            f"({self.num_critic_only_steps}) must be below steps ({self.steps}), or the policy "
+            "never trains",
         )
         _require(
             self.minibatches_per_step <= self.prompts_per_step * self.group_size,
             "minibatches_per_step",
             "exceeds the number of responses in a step",
         )
-        for name, low, high in RANGES:
-            value = getattr(self, name)
-            _require(
-                value is None or low <= value <= high,
-                name,
-                f"is {value}; it must be in [{low}, {high}]",
-            )
         _require(
-            self.dual_clip is None or self.dual_clip > 1, "dual_clip", "must be above 1, or unset"
+            not self.partial_rollout or self.over_sampling > 1,
+            "partial_rollout",
+            "resumes what over-sampling aborts; set --over-sampling above 1 as well",
         )
-        for name in ("gae_lambda_alpha", "overlong_injection_alpha"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, name, "must be above 0, or unset")
-        _require(
-            self.std_ddof < self.group_size or self.group_size == 1,
-            "std_ddof",
-            f"({self.std_ddof}) must be below group_size ({self.group_size})",
-        )
-        _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
-        if self.partial_rollout:
-            _require(
-                self.over_sampling > 1,
-                "partial_rollout",
-                "resumes what over-sampling aborts; set --over-sampling above 1 as well",
-            )
-        if self.is_low is not None and self.is_high is not None:
-            _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
+        _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
 
 
+POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens
+    max_response_tokens temperature slots verifier_workers verifier_timeout_s epochs_per_step
+    minibatches_per_step critic_updates_per_step max_grad_norm eval_samples gamma gae_lambda_alpha
+    overlong_injection_alpha""".split()
+NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills
+    overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every
+    keep_checkpoints""".split()
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.

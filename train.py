@@ -445,11 +445,9 @@ def loss_mask(batch: Batch, config: Config) -> Tensor:
     """(N, T) tokens that train the policy: all of a response, none of a truncated one under
     --overlong-filter.
     """
-    return (
-        batch.response_mask & ~batch.truncated[:, None]
-        if config.overlong_filter
-        else batch.response_mask
-    )
+    if config.overlong_filter:
+        return batch.response_mask & ~batch.truncated[:, None]
+    return batch.response_mask
 
 
 def update_critic(
@@ -548,9 +546,8 @@ def row_weights(
     counts = mask.sum(1)
     chosen = torch.zeros_like(counts, dtype=torch.bool)
     chosen[rows] = True
-    kept = chosen & (
-        counts > 0
-    )  # a response without a trained token (overlong filter) leaves every count
+    # A response without a trained token (overlong filter) leaves every count.
+    kept = chosen & (counts > 0)
     return losses.aggregation_weights(
         mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
     )

@@ -80,6 +80,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def check_think(think):
+    """ValueError for an unknown treatment of thinking tags."""
     if think not in ("auto", "require", "none"):
         raise ValueError(f"think must be auto, require or none, not {think!r}")
 
@@ -456,6 +457,7 @@ def explain(text):
 
 
 def main(argv=None):
+    """Command line entry."""
     parser = argparse.ArgumentParser(description="Grade answers; see the top of verify.py.")
     parser.add_argument("response", nargs="?", help="a response with a box")
     parser.add_argument("label", nargs="?", help="the right answer")

@@ -55,16 +55,19 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]
 
 @cache
 def compile_naive() -> Callable:
+    """The naive head under torch.compile."""
     return torch.compile(naive)
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Liger's fused linear cross-entropy: the sum of the log-probs, no entropy."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return (-liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="sum"),)
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Cut cross-entropy: log-probs, no entropy."""
     from cut_cross_entropy import linear_cross_entropy
 
     return (-linear_cross_entropy(hidden, weight, targets, reduction="none"),)
@@ -259,6 +262,8 @@ def recipe_size(path: str) -> tuple[int, int, int]:
 
 
 def main() -> None:
+    """Command line entry."""
+
     def size(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
 
