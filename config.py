@@ -104,7 +104,7 @@ class Config:
     gamma: float = _f(1.0, "discount per token")
     gae_lambda: float | None = _f(None, "lambda of GAE, when not length-adaptive")
     gae_lambda_k: float | None = _f(None, "length-adaptive lambda k**(1/L) for a response of L tokens")
-    gae_lambda_alpha: float | None = _f(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO")
+    gae_lambda_alpha: float | None = _f(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO; its paper, for thousands of tokens: 0.05")
     whiten_advantages: bool | None = _f(None, "advantages to mean 0, variance 1 over the tokens of the step")
     group_center: bool | None = _f(None, "subtract the other members' mean surprise from each member (leave-one-out)")
     std_normalize: bool | None = _f(None, "divide group advantages by the group's standard deviation")

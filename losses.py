@@ -321,9 +321,12 @@ def justrl2_advantages(
 
 
 def vapo_advantages(
-    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda_alpha=0.05, **_
+    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda_alpha=1.5, **_
 ) -> tuple[Tensor, Tensor]:
-    """VAPO (2504.05118): length-adaptive lambda 1 - 1/(alpha L), decoupled value target."""
+    """VAPO (2504.05118): length-adaptive lambda 1 - 1/(alpha L), decoupled value target.
+
+    The paper's alpha 0.05 is for thousands of tokens: up to 1/alpha tokens lambda is 0.
+    """
     gae_lambda = vapo_lambda(mask.sum(1), gae_lambda_alpha)
     return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
 
@@ -755,7 +758,7 @@ ALGORITHMS = {
     "ppo": row(ppo_advantages, "clip", "GAE with one lambda, target A + V (1707.06347)",
         **CRITIC, gae_lambda=0.95),
     "vapo": row(vapo_advantages, "clip", "lambda 1 - 1/(alpha L), target the outcome (2504.05118)",
-        **CRITIC, gae_lambda_alpha=0.05, clip_high=0.28),
+        **CRITIC, gae_lambda_alpha=1.5, clip_high=0.28),
     "sao": row(ppo_advantages, "trust_mask", "one response per problem, far tokens dropped",
         **CRITIC, gae_lambda=0.95, clip_low=0.3, clip_high=5.0, group_size=1,
         dynamic_sampling=False, critic_updates_per_step=2),

@@ -524,7 +524,7 @@ def test_every_row_is_what_its_paper_says():
         "vapo": (
             losses.vapo_advantages,
             "clip",
-            white | dict(gae_lambda_alpha=0.05, clip_high=0.28),
+            white | dict(gae_lambda_alpha=1.5, clip_high=0.28),
         ),
         "sao": (
             losses.ppo_advantages,

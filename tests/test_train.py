@@ -522,7 +522,6 @@ def test_a_kl_term_and_an_entropy_bonus_change_the_gradient(
 @pytest.mark.parametrize("algorithm", train.losses.ALGORITHMS)
 def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
     flags = f"--algorithm {algorithm} --steps 25 --num-critic-only-steps 2 --lr 5e-4 --eval-every 0"
-    flags += " --gae-lambda-alpha 1.5" if algorithm == "vapo" else ""
     flags += " --prompts-per-step 128" if algorithm == "sao" else ""
     train.main(["--output-dir", str(tmp_path / "r"), *flags.split(), "--eval-samples", "1"])
     rows = metrics(tmp_path / "r")
