@@ -597,3 +597,28 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
     run(tmp_path / "r", *flags.split(), model=tmp_path / "m")
     assert tokens[0] > 3000
     assert 0 < watch.largest < tokens[0] * vocab / 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--overlong-buffer-tokens 8 --overlong-injection-alpha 0.5",
+        "--length-reward-weight 0.5 --length-reward-min-spread 1 --length-reward-min-longest 1",
+        "--entropy-control clip_cov --cov-fraction 0.2",
+        "--entropy-control kl_cov --cov-fraction 0.2 --epochs-per-step 2",
+        "--opsm-delta 0.0 --epochs-per-step 2",
+        "--dual-clip 1.01 --epochs-per-step 3",
+        "--is-mode tis --is-low 0.9 --is-high 0.95",
+        "--aggregation prompt-mean",
+    ],
+)
+def test_every_cross_cutting_option_reaches_the_update(
+    flags, random_tiny_model, tmp_path, mixed_rewards
+):
+    """Same seed, same samples in the first step: only the option can make the weights differ."""
+    base = "--steps 1 --algorithm grpo --lr 1e-2 --minibatches-per-step 2 --max-response-tokens 60"
+    extra = flags.split()
+    epochs = extra[extra.index("--epochs-per-step") :][:2] if "--epochs-per-step" in extra else []
+    run(tmp_path / "plain", *base.split(), *epochs, model=random_tiny_model)
+    run(tmp_path / "option", *base.split(), *extra, model=random_tiny_model)
+    assert not same(weights(tmp_path / "plain", 1), weights(tmp_path / "option", 1))
