@@ -7,7 +7,6 @@ alone, so slots, batch composition, rank count and resume change nothing about w
 """
 
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -248,7 +247,6 @@ class Collected:
     unfinished: list[list[Rollout]]
     finished: list[list[Rollout]]  # all that ended, kept or not, in order of draw
     counts: dict[str, int]
-    seconds: float
 
 
 def sample_groups(
@@ -309,7 +307,6 @@ def collect(
     first; those still running when enough are kept are aborted, and returned in `unfinished` for
     the next step if `partial_rollout` is set.
     """
-    start = time.perf_counter()
     wanted, waiting = config.prompts_per_step, deque(buffer)
     counts: dict[str, int] = defaultdict(int, resumed=len(buffer))
     keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)
@@ -323,11 +320,9 @@ def collect(
         missing = wanted - len(kept)
         if missing <= 0:
             break
-        groups = [
-            waiting.popleft()
-            for _ in range(min(len(waiting), math.ceil(missing * config.over_sampling)))
-        ]
-        while len(groups) < math.ceil(missing * config.over_sampling):
+        number_started = math.ceil(missing * config.over_sampling)
+        groups = [waiting.popleft() for _ in range(min(len(waiting), number_started))]
+        while len(groups) < number_started:
             number, index = order.draw()
             groups.append(
                 new_group(
@@ -349,12 +344,12 @@ def collect(
         )
         aborted = []
         for group in sorted(distributed.gather(mine), key=lambda group: group[0].group):
-            (ended if all(r.finished for r in group) else aborted).append(group)
-            if all(r.finished for r in group) and keep(group):
+            complete = all(r.finished for r in group)
+            (ended if complete else aborted).append(group)
+            if complete and keep(group):
                 kept.append(group)
-        waiting.extendleft(
-            reversed(aborted)
-        )  # first in, first out: they were started before the rest
+        # First in, first out: the aborted were started before those still waiting.
+        waiting.extendleft(reversed(aborted))
         counts["rounds"] = round_ + 1
     progress.close()
     for group in ended:
@@ -365,7 +360,7 @@ def collect(
         "surplus": max(0, len(kept) - wanted),
     }
     resume = list(waiting) if config.partial_rollout else []
-    return Collected(kept[:wanted], resume, ended, dict(counts), time.perf_counter() - start)
+    return Collected(kept[:wanted], resume, ended, dict(counts))
 
 
 def evaluate(
