@@ -38,10 +38,11 @@ class Config:
     # fmt: off
     # What to train, on what, where to
     model: str = _f(str(ROOT / "assets/tiny-base"), "Hugging Face directory or hub id of the start policy")
-    data: str = _f(str(ROOT / "assets/train.jsonl"), "training problems: .jsonl, .parquet or hub data set id; prompt and label per row")
+    data: str = _f(str(ROOT / "assets/train.jsonl"), "training problems: .jsonl, .parquet or hub data set NAME[:CONFIG][@SPLIT]; prompt and label per row")
     eval_data: str = _f(str(ROOT / "assets/eval.jsonl"), "held-out problems in the same format; empty: no evaluation")
-    prompt_key: str = _f("prompt", "column of --data that holds the prompt (text, or a list of chat messages)")
-    label_key: str = _f("label", "column of --data that holds the right answer")
+    prompt_key: str = _f("", "column of --data with the prompt (text, or chat messages); empty: prompt, problem, question, ...")
+    label_key: str = _f("", "column of --data with the right answer; empty: label, answer, ground_truth, ...")
+    prompt_suffix: str = _f("", "text put on a line of its own behind every prompt, such as a request to box the answer")
     output_dir: str = _f("", "run directory; empty: a new one under runs/")
     algorithm: str = _f("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
     steps: int = _f(40, "rollout steps of the whole run, critic-only steps included")
@@ -244,7 +245,7 @@ NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_on
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.
-FIXED_ON_RESUME = "algorithm model data prompt_key label_key seed group_size".split()
+FIXED_ON_RESUME = "algorithm model data prompt_key label_key prompt_suffix seed group_size".split()
 # What a field left at None is in every row that does not say otherwise.
 COMMON = {
     "group_size": 8,
@@ -322,7 +323,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     stored = read_stored(given.output_dir)
     config = _parse(parser, recipe | stored, rest)
     for name in FIXED_ON_RESUME:
-        new, old = getattr(config, name), stored.get(name)
+        new, old = getattr(config, name), stored.get(name, getattr(Config, name))
         _require(
             new == old,
             name,

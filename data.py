@@ -7,7 +7,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from distributed import print0
+from verify import extract
 
 
 @dataclass
@@ -88,9 +91,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, row) for every row of a .jsonl or .parquet file, a directory of a data set, or
-    a hub data set.
-    """
+    """Yield (where, row) for every row of a .jsonl or .parquet file, or of a data set."""
     if path.endswith((".jsonl", ".json")):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} does not exist; give --data a JSONL file.")
@@ -108,26 +109,89 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     )
                 yield f"{path}:{number}", row
         return
+    rows = parquet_rows(path) if path.endswith(".parquet") else hub_rows(path)
+    for number, row in enumerate(rows, 1):
+        yield f"{path} row {number}", row
+
+
+def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Rows of a parquet file."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs `pip install pyarrow`; a .jsonl file does not."
+        ) from error
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
+    try:
+        for batch in ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file that can be read: {error}.") from error
+
+
+def hub_rows(path: str) -> Iterable[dict[str, Any]]:
+    """Rows of a data set on the hub or in a directory: NAME, or NAME:CONFIG, then @SPLIT if it has
+    several splits.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
             f"reading {path} needs `pip install datasets`; a .jsonl file does not."
         ) from error
-    if path.endswith(".parquet"):
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
-        rows = load_dataset("parquet", data_files=path, split="train")
-    else:
-        try:
-            rows = load_dataset(path, split="train")
-        except Exception as error:  # the hub client raises a dozen kinds
-            raise FileNotFoundError(
-                f"{path} is neither a .jsonl or .parquet file nor a data set that can be read: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{path} row {number}", row
+    name, _, split = path.partition("@")
+    name, _, config = name.partition(":")
+    try:
+        splits = load_dataset(name, config or None)
+    except Exception as error:  # the hub client raises a dozen kinds
+        raise FileNotFoundError(
+            f"{path} is neither a .jsonl or .parquet file nor a data set that can be read: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    chosen = split or next(iter(splits))
+    if chosen not in splits or (not split and len(splits) > 1):
+        raise ValueError(
+            f"{path} has the splits {', '.join(splits)}; choose one, as in --data {name}@test."
+        )
+    return splits[chosen]
+
+
+# Where known layouts keep things, in any case; the first that a file has counts. In turn: ours,
+# AIME and MATH-500, GSM8K, UltraData, verl and DAPO; a `solution` holds the label in a box.
+PROMPT_COLUMNS = ("prompt", "problem", "question", "query")
+LABEL_COLUMNS = (
+    *("label", "answer", "ground_truth", "expected_answer", "reward_model.ground_truth"),
+    "solution",
+)
+ID_COLUMNS = ("id", "unique_id", "uuid", "extra_info.index")
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, with what a column of dictionaries holds as columns `outer.inner` beside it."""
+    nested = {
+        f"{outer}.{inner}": value
+        for outer, values in row.items()
+        if isinstance(values, dict)
+        for inner, value in values.items()
+    }
+    return nested | row
+
+
+def find_column(row: dict[str, Any], known: Sequence[str]) -> str:
+    """The row's name for the first of the `known` columns that it has; else the first known one."""
+    names = {name.lower(): name for name in row}
+    return next((names[name] for name in known if name in names), known[0])
+
+
+def final_answer(text: str) -> str:
+    """The answer in a label: what follows #### (GSM8K), the last box of a worked solution (MATH),
+    or all of it.
+    """
+    text = text.rpartition("####")[2].strip()
+    return extract(text, "none").answer or text
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) -> str:
@@ -140,6 +204,15 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) 
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
+    """The prompt with `suffix` on a line of its own behind the text, or the last message."""
+    if not suffix:
+        return prompt
+    if isinstance(prompt, str):
+        return f"{prompt}\n{suffix}"
+    return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n{suffix}"}]
 
 
 def is_prompt(value: Any) -> bool:
@@ -155,35 +228,47 @@ def load_problems(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    prompt_key: str = "prompt",
-    label_key: str = "label",
+    prompt_key: str = "",
+    label_key: str = "",
+    prompt_suffix: str = "",
 ) -> tuple[list[Problem], int]:
     """(problems, number dropped because the prompt is longer than `max_prompt_tokens`).
 
+    Columns that are not named are found by PROMPT_COLUMNS and LABEL_COLUMNS, from the first row.
     Raises ValueError naming file and line for a row without prompt or label, and for a file that
     leaves no problem.
     """
     problems: list[Problem] = []
-    dropped = 0
+    dropped, id_key = 0, ""
     for where, row in read_rows(path):
+        row = flatten(row)
+        if not id_key:
+            id_key = find_column(row, ID_COLUMNS)
+            prompt_key = prompt_key or find_column(row, PROMPT_COLUMNS)
+            label_key = label_key or find_column(row, LABEL_COLUMNS)
+            if (prompt_key, label_key) != (PROMPT_COLUMNS[0], LABEL_COLUMNS[0]):
+                print0(f"{path}: prompts from column {prompt_key!r}, labels from {label_key!r}")
         for name in (prompt_key, label_key):
             if row.get(name) in (None, "", []):
-                raise ValueError(f"{where} has no {name!r}; every row needs a prompt and a label.")
+                raise ValueError(
+                    f"{where} has no {name!r}; every row needs a prompt and a label (columns: "
+                    f"{', '.join(row)}; --prompt-key and --label-key choose)."
+                )
         if not is_prompt(row[prompt_key]):
             raise ValueError(
                 f"{where}: {prompt_key!r} must be text, or a list of chat messages that each have "
                 "a text `role` and a text `content`."
             )
         try:
-            prompt = render_prompt(tokenizer, row[prompt_key])
+            prompt = render_prompt(tokenizer, with_suffix(row[prompt_key], prompt_suffix))
         except (TemplateError, ValueError) as error:
             raise ValueError(f"{where}: the chat template refuses the prompt: {error}.") from error
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
-        index = len(problems)
-        problems.append(Problem(str(row.get("id", index)), index, prompt, ids, str(row[label_key])))
+        index, label = len(problems), final_answer(str(row[label_key]))
+        problems.append(Problem(str(row.get(id_key, index)), index, prompt, ids, label))
     if not problems:
         why = (
             f"all {dropped} prompts are longer than --max-prompt-tokens"
@@ -192,6 +277,14 @@ def load_problems(
         )
         raise ValueError(f"{path} leaves no problem to work on: {why}.")
     return problems, dropped
+
+
+def think_mode(think: str, problems: Sequence[Problem]) -> str:
+    """`think`; "require" instead of "auto" where the template opens the thinking in every prompt:
+    there a thought cut off must not count as an answer.
+    """
+    opened = all(p.prompt.rstrip().endswith("<think>") for p in problems)
+    return "require" if think == "auto" and opened else think
 
 
 class DataOrder:

@@ -48,6 +48,7 @@ from data import (
     pack,
     partition,
     stop_ids,
+    think_mode,
     to_batch,
 )
 from distributed import print0
@@ -106,7 +107,12 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     start = local_folder(config.model)
     tokenizer = load_tokenizer(start)
     read = lambda path: load_problems(
-        path, tokenizer, config.max_prompt_tokens, config.prompt_key, config.label_key
+        path,
+        tokenizer,
+        config.max_prompt_tokens,
+        config.prompt_key,
+        config.label_key,
+        config.prompt_suffix,
     )
     problems, dropped = read(config.data)
     eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
@@ -115,8 +121,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"dropped {dropped} training and {eval_dropped} held-out prompts above "
             f"{config.max_prompt_tokens} tokens"
         )
-    if config.think == "auto" and all(p.prompt.rstrip().endswith("<think>") for p in problems):
-        config.think = "require"  # the template opened the thinking: a thought cut off must not pay
+    config.think = think_mode(config.think, problems)
     folder = open_run_directory(config)
     checkpoint = newest_checkpoint(folder) if config.resume else None
 

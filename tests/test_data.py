@@ -1,6 +1,8 @@
 """Data files, prompts, order, masks, packing."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from data import (
     load_tokenizer,
     pack,
     partition,
+    read_rows,
+    render_prompt,
     stop_ids,
+    think_mode,
     to_batch,
 )
 
@@ -80,6 +85,102 @@ def test_bad_rows_are_named_with_file_and_line(tmp_path, tokenizer, rows, words)
     with pytest.raises(ValueError) as error:
         load_problems(file, tokenizer, 50)
     assert all(word in str(error.value) for word in [*words, file]), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "label", "id"),
+    [
+        ({"problem": "P", "solution": "S", "answer": "7", "unique_id": "test/a.json"},)
+        + ("P", "7", "test/a.json"),  # MATH-500
+        ({"ID": "I-1", "Problem": "P", "Solution": "S", "Answer": 204}, "P", "204", "I-1"),  # AIME
+        ({"id": 60, "problem": "P", "solution": "\\boxed{204}"}, "P", "204", "60"),
+        ({"problem": "P", "solution": "So \\boxed{\\frac12}. Done."}, "P", "\\frac12", "0"),
+        ({"question": "P", "answer": "1 + 1 = <<1+1=2>>2\n#### 1,002"}, "P", "1,002", "0"),  # GSM8K
+        ({"uuid": "u", "query": "P", "ground_truth": "x^2"}, "P", "x^2", "u"),
+        ({"prompt": [{"role": "user", "content": "P"}], "extra_info": {"index": "A-0"},
+          "reward_model": {"ground_truth": "70", "style": "rule"}}, "P", "70", "A-0"),  # verl
+        ({"prompt": "P", "label": "1", "problem": "Q", "answer": "2"}, "P", "1", "0"),
+    ],
+)  # fmt: skip
+def test_known_layouts_are_read_without_naming_columns(tmp_path, tokenizer, row, prompt, label, id):
+    (problem,), _ = load_problems(write(tmp_path / "a.jsonl", row), tokenizer, 99)
+    expected = render_prompt(tokenizer, prompt)
+    assert (problem.prompt, problem.label, problem.id) == (expected, label, id)
+
+
+def test_named_columns_win_and_the_columns_are_listed_when_one_is_missing(tmp_path, tokenizer):
+    row = {"prompt": "P", "label": "1", "text": "Q", "meta": {"gold": "2"}}
+    file = write(tmp_path / "a.jsonl", row)
+    (problem,), _ = load_problems(file, tokenizer, 99, "text", "meta.gold")
+    assert problem.prompt == render_prompt(tokenizer, "Q") and problem.label == "2"
+    with pytest.raises(
+        ValueError, match="no 'gold'.*columns: meta.gold, prompt, label, text, meta"
+    ):
+        load_problems(file, tokenizer, 99, label_key="gold")
+
+
+def test_a_suffix_ends_the_text_and_the_last_message_before_the_template(tmp_path, tokenizer):
+    few_shot = [
+        {"role": r, "content": c} for r, c in (("user", "A"), ("assistant", "B"), ("user", "P"))
+    ]
+    rows = [{"prompt": "P", "label": "1"}, {"prompt": few_shot, "label": "1"}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    text, chat = load_problems(file, tokenizer, 99, prompt_suffix="Box it.")[0]
+    assert text.prompt == render_prompt(tokenizer, "P\nBox it.")
+    assert chat.prompt.count("Box it.") == 1
+    assert chat.prompt == render_prompt(tokenizer, few_shot).replace("P<", "P\nBox it.<")
+
+
+def test_parquet_rows_equal_the_rows_written(tmp_path, tokenizer):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [
+        {"problem": f"P{i}", "answer": str(i), "extra_info": {"index": f"a-{i}"}} for i in range(5)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
+    assert [row for _, row in read_rows(str(tmp_path / "a.parquet"))] == rows
+    problems, _ = load_problems(str(tmp_path / "a.parquet"), tokenizer, 99)
+    assert [(p.id, p.label) for p in problems] == [(f"a-{i}", str(i)) for i in range(5)]
+    (tmp_path / "b.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet"):
+        list(read_rows(str(tmp_path / "b.parquet")))
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "datasets"])
+def test_a_missing_reader_is_named(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    path = {"pyarrow": "some.parquet", "datasets": "org/name"}[module]
+    with pytest.raises(ImportError, match=f"{path}.*pip install {module}"):
+        list(read_rows(path))
+
+
+def test_hub_data_sets_name_their_configuration_and_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config):
+        asked.append((name, config))
+        if name == "org/none":
+            raise RuntimeError("not found\nlong story")
+        one = {"test": [{"problem": "P"}]}
+        return one if name == "org/one" else one | {"train": [{"problem": "Q"}]}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    read = lambda path: [row["problem"] for _, row in read_rows(path)]
+    assert read("org/one") == read("org/two@test") == ["P"] and read("org/two:main@train") == ["Q"]
+    assert asked == [("org/one", None), ("org/two", None), ("org/two", "main")]
+    for path in ("org/two", "org/two@dev"):
+        with pytest.raises(ValueError, match="splits test, train"):
+            read(path)
+    with pytest.raises(FileNotFoundError, match="org/none.*not found$"):
+        read("org/none")
+
+
+def test_a_template_that_opens_the_thinking_requires_its_end():
+    prompts = lambda *texts: [Problem("p", 0, text, [1], "1") for text in texts]
+    assert think_mode("auto", prompts("a <think>", "b <think>\n")) == "require"
+    assert think_mode("auto", prompts("a <think>", "b")) == "auto"
+    assert think_mode("none", prompts("a <think>")) == "none"
 
 
 def test_a_label_of_zero_is_a_label(tmp_path, tokenizer):
