@@ -99,13 +99,6 @@ def is_repetitive(text: str) -> bool:
     return len(text) > 10_000 and len(tail) > 10 * len(zlib.compress(tail, 9))
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that one of k of the n samples is right, unbiased (Codex 2107.03374): 1 -
-    C(n-c,k)/C(n,k).
-    """
-    return 1 - math.comb(n - correct, k) / math.comb(n, k)
-
-
 def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
     the numbers.

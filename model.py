@@ -283,6 +283,14 @@ class Transformer(nn.Module):
             (folder / "generation_config.json").write_text(self.generation_config)
 
 
+def limit_threads(model: nn.Module, device: torch.device) -> None:
+    """One CPU thread for a small model: a second one gains nothing and, beside a busy process,
+    costs tenfold.
+    """
+    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10_000_000:
+        torch.set_num_threads(1)
+
+
 # ---- attention over packed tokens, and over a cache
 
 

@@ -52,12 +52,11 @@ from data import (
     to_batch,
 )
 from distributed import print0
-from model import Transformer, local_folder
+from model import Transformer, limit_threads, local_folder
+from scores import pass_at_k
 from verify import Verifier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Parameters below which a second CPU thread gains nothing and, beside a busy one, costs tenfold.
-SMALL_MODEL = 10_000_000
 OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
     "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
@@ -129,8 +128,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     policy = Transformer.from_pretrained(
         checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype
     )
-    if device.type == "cpu" and sum(p.numel() for p in policy.parameters()) < SMALL_MODEL:
-        torch.set_num_threads(1)
+    limit_threads(policy, device)
     policy = prepare(policy, device, config, DTYPES[config.head_dtype])
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     for model in (policy, whole):
@@ -614,7 +612,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     ended = [r for group in groups for r in group]
     sizes = [2**i for i in range(config.eval_samples.bit_length()) if 2**i <= config.eval_samples]
     right = [round(sum(r.reward for r in group)) for group in groups]
-    chance = lambda k: sum(books.pass_at_k(config.eval_samples, c, k) for c in right) / len(right)
+    chance = lambda k: sum(pass_at_k(config.eval_samples, c, k) for c in right) / len(right)
     return {
         "eval/accuracy": sum(r.reward for r in ended) / len(ended),
         **{f"eval/pass_at_{k}": chance(k) for k in sizes},
