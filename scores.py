@@ -6,7 +6,7 @@ subsets of the n, counted in closed form: unbiased, and without the noise of dra
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import groupby
 
@@ -26,6 +26,27 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     C(n-c,k)/C(n,k).
     """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def answer_classes(
+    answers: Sequence[str | None], equal: Callable[[str, str], bool]
+) -> list[list[int]]:
+    """Indices of equal answers, class by class in order of their first; None is no answer.
+
+    An answer joins the first class whose first answer it equals. Equality by reading is not
+    transitive (50% equals 0.5 and 50), so classes must not grow by their later members.
+    """
+    classes: list[list[int]] = []
+    home: dict[str, list[int]] = {}
+    for i, text in enumerate(answers):
+        if text is None:
+            continue
+        if text not in home:
+            known = [c for c in classes if equal(text, answers[c[0]])]
+            classes += [] if known else [[]]
+            home[text] = known[0] if known else classes[-1]
+        home[text].append(i)
+    return classes
 
 
 def maj_at_k(n: int, votes: Sequence[int], right: Sequence[bool], k: int) -> float:

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -391,6 +392,16 @@ class Verifier:
 
     def __exit__(self, *_):
         self.close()
+
+
+@functools.cache
+def version():
+    """Twelve hex digits that change with the sources of the verifier: a label for every number."""
+    digest = hashlib.sha256()
+    for source in (__file__, latex.__file__, algebra.__file__):
+        with open(source, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()[:12]
 
 
 # --- Command line ---------------------------------------------------------------------------------
