@@ -304,8 +304,9 @@ def sample_set(
     )  # fmt: skip
     if options.force_budget:
         groups = force_answers(sampler, grader, groups, options, think)
-    finals = critic and final_values(critic, groups, options.max_tokens_per_micro_batch)
-    return groups, finals
+    if critic is None:
+        return groups, None
+    return groups, final_values(critic, groups, options.max_tokens_per_micro_batch)
 
 
 def evaluate_subject(
@@ -329,21 +330,11 @@ def evaluate_subject(
             score_problem(group, options, think, grader, finals and finals[i])
             for i, group in enumerate(groups)
         ]
-        picks = resamples(len(rows), options.seed)
-        yield (
-            data,
-            {
-                "problems": len(problems),
-                "dropped": dropped,
-                "responses": sum(map(len, groups)),
-                "think": think,
-                "scores": {
-                    name: band([r["scores"][name] for r in rows], picks)
-                    for name in rows[0]["scores"]
-                },
-                "per_problem": rows,
-            },
-        )
+        picks, names = resamples(len(rows), options.seed), rows[0]["scores"]
+        result = {"problems": len(problems), "dropped": dropped, "think": think}
+        result["responses"] = sum(map(len, groups))
+        result["scores"] = {name: band([r["scores"][name] for r in rows], picks) for name in names}
+        yield data, result | {"per_problem": rows}
 
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
@@ -421,8 +412,11 @@ def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
     )
 
     def cell(name: str) -> str:
-        spec = f"{sign}.{1 if name == 'length' else 3}f"
-        value, low, high = (format(scores[name][part], spec) for part in ("value", "low", "high"))
+        places = 1 if name == "length" else 3
+        value, low, high = (  # + 0.0: a rounded -0.0 is not a loss
+            f"{round(scores[name][part], places) + 0.0:{sign}.{places}f}"
+            for part in ("value", "low", "high")
+        )
         return f"{value} [{low}, {high}]"
 
     kinds = [kind for kind in KINDS if f"{kind}@1" in scores]
@@ -466,7 +460,7 @@ def draw(options: Options, report: dict, file: Path) -> None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(ks, ks)
         ax.set_xlabel("k")
-        ax.legend(fontsize=7)
+        ax.legend(fontsize=7, handlelength=4)
 
     for (left, middle, right), data in zip(axes, options.data, strict=True):
         before, after = (report[role]["sets"][data] for role in ("model", "compare"))

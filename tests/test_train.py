@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import eval
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -475,7 +476,7 @@ def test_every_file_and_flag_the_readme_names_exists():
     targets = set(re.findall(r"^make ([\w-]+)", text, re.M))
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]+)", text)}
-    fields = set(train.Config.__dataclass_fields__)
+    fields = set(train.Config.__dataclass_fields__) | set(eval.Options.__dataclass_fields__)
     others = {"config", "help", "nproc_per_node", "audit", "explain", "from", "step"}
     assert flags - others <= fields
 
