@@ -390,14 +390,14 @@ def save(options: Options, report: dict) -> None:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def print_result(path: str, data: str, settings: dict, result: dict) -> None:
+def print_result(path: str, data: str, s: dict, result: dict) -> None:
     """The table of one model on one set."""
     dropped = f", {result['dropped']} dropped: too long" if result["dropped"] else ""
     print(
-        f"\n{path} on {data}: {result['problems']} problems x {settings['n']} = "
+        f"\n{path} on {data}: {result['problems']} problems x {s['n']} = "
         f"{result['responses']} responses{dropped}"
     )
-    print_table(settings | {"think": result["think"]}, result["scores"])
+    print_table(s | {"think": result["think"]}, result["scores"])
     if result["scores"]["truncated"]["value"] > 0.5:
         print("WARNING: most responses were cut off; raise --max-response-tokens.")
 
