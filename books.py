@@ -11,8 +11,9 @@ import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -196,6 +197,44 @@ def forget_after(file: Path, step: int) -> None:
         file.write_text(
             "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
         )
+
+
+def open_reporter(
+    folder: Path, config: Config, step: int
+) -> Callable[[int, dict[str, float]], None]:
+    """report(step, metrics) to what --report-to names; `step`: finished steps of the run so far.
+
+    A resumed run goes on in the same event directory, where steps sampled again replace the old
+    ones, or under the same wandb id (kept in folder/wandb_id), where both stay. Raises ImportError
+    when the package is missing.
+    """
+    finite = lambda metrics: {k: v for k, v in metrics.items() if math.isfinite(v)}
+    if config.report_to == "none" or distributed.rank() > 0:
+        return lambda step, metrics: None
+    if config.report_to == "tensorboard":
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("--report-to tensorboard needs `pip install tensorboard`.") from error
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+        def report(step, metrics):
+            for name, value in finite(metrics).items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        return report
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError("--report-to wandb needs `pip install wandb`.") from error
+    note = folder / "wandb_id"
+    id_ = note.read_text() if note.exists() else None
+    run = wandb.init(dir=folder, name=folder.name, config=asdict(config), id=id_, resume="allow")
+    note.write_text(run.id)
+    # An axis of our own: wandb's counter refuses the steps that a resumed run does again.
+    run.define_metric("*", step_metric="step")
+    return lambda step, metrics: run.log({"step": step} | finite(metrics))
 
 
 def alarms(step: int, critic_steps: int, config: Config, metrics: dict[str, float]) -> None:

@@ -134,6 +134,7 @@ class Config:
     eval_every: int = _f(5, "steps between held-out evaluations; 0: only before and after")
     eval_samples: int = _f(4, "responses per held-out problem")
     log_samples: int = _f(8, "responses per step written to rollouts.jsonl; -1: all")
+    report_to: str = _f("none", "also send the metrics to: none, tensorboard (RUN/tensorboard) or wandb")
     # fmt: on
 
     def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
@@ -277,6 +278,7 @@ CHOICES = {
     "ratio_level": ("token", "sequence", "sequence-token"),
     "entropy_control": ("none", "clip_cov", "kl_cov"),
     "kl_estimator": ("k1", "k2", "k3", "k3_is"),
+    "report_to": ("none", "tensorboard", "wandb"),
 }
 
 

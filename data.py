@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from distributed import print0
@@ -240,7 +241,8 @@ def load_problems(
     """
     problems: list[Problem] = []
     dropped, id_key = 0, ""
-    for where, row in read_rows(path):
+    rows = tqdm(read_rows(path), f"reading {path}", unit="row", leave=False, delay=2)
+    for where, row in rows:
         row = flatten(row)
         if not id_key:
             id_key = find_column(row, ID_COLUMNS)

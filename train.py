@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -93,6 +93,7 @@ class Run:
     problems: list[Problem]
     eval_problems: list[Problem]
     grader: Verifier
+    report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
 
 
 # ---- set-up
@@ -158,8 +159,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         load_state(state, checkpoint / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    report = books.open_reporter(folder, config, state.step)
     write_config(folder, config)
-    return Run(config, row, device, folder, problems, eval_problems, grader), state
+    return Run(config, row, device, folder, problems, eval_problems, grader, report), state
 
 
 def prepare(
@@ -365,16 +367,19 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(
-    batch: Batch, config: Config, rows: Sequence[int] | None = None
+    batch: Batch, config: Config, what: str, rows: Sequence[int] | None = None
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the given rows of the batch (default: all), packed."""
+    """This rank's share of the given rows of the batch (default: all), packed; a bar named `what`
+    when they take long.
+    """
     rows = range(len(batch.rollouts)) if rows is None else rows
     costs = [
         len(batch.rollouts[i].problem.prompt_ids) + len(batch.rollouts[i].response_ids)
         for i in rows
     ]
     shares = partition(costs, config.max_tokens_per_micro_batch, distributed.world_size())
-    for share in shares[distributed.rank()]:
+    mine, quiet = shares[distributed.rank()], distributed.rank() > 0
+    for share in tqdm(mine, what, unit="micro-batch", leave=False, delay=2, disable=quiet):
         yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)
 
 
@@ -404,7 +409,7 @@ def forward_policy(
 def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
     logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
-    for mb in micro_batches(batch, config):
+    for mb in micro_batches(batch, config, "log-probs"):
         cells = mb.rows, slice(mb.mask.shape[1])
         logprobs[cells], entropy[cells] = forward_policy(policy, mb, config.temperature)
     return distributed.sum_(logprobs), distributed.sum_(entropy)
@@ -416,7 +421,7 @@ def score_critic(critic: torch.nn.Module, batch: Batch, config: Config) -> Tenso
     from critic import values as critic_values
 
     values = torch.zeros_like(batch.rollout_logprobs)
-    for mb in micro_batches(batch, config):
+    for mb in micro_batches(batch, config, "values"):
         values[mb.rows, : mb.mask.shape[1]] = critic_values(critic, mb)
     return distributed.sum_(values)
 
@@ -470,7 +475,7 @@ def update_critic(
             state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0
         )
         weights = row_weights("token-mean", batch, mask, rows)
-        for mb in micro_batches(batch, config, rows):
+        for mb in micro_batches(batch, config, "critic update", rows):
             width = mb.mask.shape[1]
             loss, parts = losses.value_loss(
                 critic_values(state.critic, mb),
@@ -510,7 +515,7 @@ def update_policy(
         coefficients = row_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )
-        for mb in micro_batches(batch, config, rows):
+        for mb in micro_batches(batch, config, "policy update", rows):
             cells = mb.rows, slice(mb.mask.shape[1])
             logprobs, entropy = forward_policy(state.policy, mb, config.temperature)
             loss, parts = losses.policy_loss(
@@ -642,6 +647,7 @@ def train(config: Config, device: torch.device) -> Path:
             print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
             if distributed.rank() == 0:
                 books.append(metrics_file, [{"step": 0} | start])
+                run.report(0, start)
         empty_steps = 0
         progress = tqdm(
             total=config.steps,
@@ -658,6 +664,7 @@ def train(config: Config, device: torch.device) -> Path:
                 metrics |= evaluate(run, state)
             if distributed.rank() == 0:
                 books.append(metrics_file, [{"step": state.step} | metrics])
+                run.report(state.step, metrics)
                 progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()
             empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
