@@ -148,6 +148,39 @@ def score_metrics(
     }
 
 
+def position_share(x: Tensor, mask: Tensor) -> list[float]:
+    """Share of the sum of abs(x) in each tenth of the responses: token t of L is in tenth
+    floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more.
+    """
+    tenth = 10 * torch.arange(mask.shape[1], device=mask.device) // mask.sum(1, keepdim=True)
+    sums = torch.bincount(tenth[mask], weights=x[mask].abs().double(), minlength=10)
+    return (sums / sums.sum()).tolist()
+
+
+def write_audit(
+    folder: Path,
+    step: int,
+    batch: Batch,
+    mask: Tensor,
+    values: Tensor | None,
+    advantages: Tensor,
+) -> dict[str, float]:
+    """Append the curves of the step to audit.jsonl; returns its numbers. `mask`: the trained
+    tokens; a run without a critic (values None) has the advantages alone.
+    """
+    shares = position_share(advantages, mask)
+    numbers, curves = {}, {"advantage_share": shares}
+    if values is not None:
+        from critic import audit
+
+        numbers, more = audit(values, batch.response_mask, batch.rewards, batch.group_ids)
+        curves |= more
+    if distributed.rank() == 0:
+        append(folder / "audit.jsonl", [{"step": step} | curves])
+    numbers = {f"critic/{name}": value for name, value in numbers.items()}
+    return numbers | {"policy/advantage_last_tenth": shares[-1]}
+
+
 def sample_row(step: int, r: Rollout, kept: bool) -> dict:
     """One line of rollouts.jsonl."""
     return {
@@ -167,21 +200,44 @@ def sample_row(step: int, r: Rollout, kept: bool) -> dict:
     }
 
 
-def write_rollouts(folder: Path, log_samples: int, step: int, collected: Collected) -> None:
-    """Append `log_samples` responses of the step, whole groups first, to rollouts.jsonl."""
+def write_rollouts(
+    folder: Path,
+    log_samples: int,
+    step: int,
+    collected: Collected,
+    tokens: dict[str, Tensor | None],
+) -> None:
+    """Append `log_samples` responses of the step, whole groups first and kept ones before others,
+    to rollouts.jsonl.
+
+    tokens: named (N, T) numbers of the kept responses, in their order, for keys of their own.
+    """
     if distributed.rank() > 0 or log_samples == 0:
         return
-    kept = {group[0].group for group in collected.groups}
-    rows = [sample_row(step, r, r.group in kept) for group in collected.finished for r in group]
-    append(
-        folder / "rollouts.jsonl",
-        rows if log_samples < 0 else rows[:log_samples],
-    )
+    kept = [r for group in collected.groups for r in group]
+    rows = [sample_row(step, r, True) for r in kept[: None if log_samples < 0 else log_samples]]
+    for i, row in enumerate(rows):
+        length = row["response_length"]
+        row |= {
+            name: [round(v, 6) for v in x[i, :length].tolist()]
+            for name, x in tokens.items()
+            if x is not None
+        }
+    trained = {r.group for r in kept}
+    others = [r for group in collected.finished for r in group if r.group not in trained]
+    room = None if log_samples < 0 else log_samples - len(rows)
+    rows += [sample_row(step, r, False) for r in others[:room]]
+    append(folder / "rollouts.jsonl", rows)
 
 
 def append(file: Path, rows: Sequence[dict]) -> None:
     """Append JSON lines; a NaN, which JSON does not have, becomes null."""
-    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
+
+    def clean(v):
+        if isinstance(v, list):
+            return [clean(x) for x in v]
+        return None if isinstance(v, float) and not math.isfinite(v) else v
+
     with open(file, "a", encoding="utf-8") as out:
         out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
 

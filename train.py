@@ -300,15 +300,18 @@ def train_step(run: Run, state: State) -> dict[str, float]:
     add_overlong_penalty(collected, config)
     metrics = books.rollout_metrics(collected, config)
     kept = [r for group in collected.groups for r in group]
+    values = advantages = None
     if kept:
         batch = to_batch(kept, run.device)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
-        values = None
         if state.critic is not None:
             with clock("score_critic"):
                 values = score_critic(state.critic, batch, config)
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
+        )
+        metrics |= books.write_audit(
+            run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
         )
         if state.critic is not None:
             with clock("update_critic"):
@@ -320,7 +323,8 @@ def train_step(run: Run, state: State) -> dict[str, float]:
             with clock("update_policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
             metrics |= books.score_metrics(batch, old_logprobs, entropy, advantages)
-    books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected)
+    tokens = {"values": values, "advantages": advantages}
+    books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
     state.step += 1
     return metrics | clock.metrics(collected)
 
@@ -462,11 +466,11 @@ def update_critic(
     run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
-    from critic import audit
     from critic import values as critic_values
 
     config, sums = run.config, books.Sums()
-    mask = batch.response_mask
+    mask, head = batch.response_mask, state.critic.value_head
+    before = distributed.full(head.weight.detach()).clone()
     for rows in minibatches(
         batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step
     ):
@@ -490,10 +494,13 @@ def update_critic(
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(state.critic, state.critic_optimizer, lr, config))
         state.critic_steps += 1
-    metrics = sums.means() | audit(old_values, returns, mask, batch.rewards, batch.group_ids)
-    head = state.critic.value_head
-    metrics |= {"lr": lr, "head_bias": float(distributed.full(head.bias.detach()))}
-    metrics["head_weight_norm"] = float(distributed.full(head.weight.detach()).norm())
+    after = distributed.full(head.weight.detach())
+    metrics = sums.means() | {
+        "lr": lr,
+        "head_bias": float(distributed.full(head.bias.detach())),
+        "head_weight_norm": float(after.norm()),
+        "head_movement": float((after - before).norm()),
+    }
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
@@ -635,7 +642,7 @@ def train(config: Config, device: torch.device) -> Path:
         f"{len(run.problems)} problems, run directory {run.folder}"
     )
     metrics_file = run.folder / "metrics.jsonl"
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
         books.forget_after(run.folder / name, state.step)
     with run.grader, stop_after_step(state):
         if state.step >= config.steps:

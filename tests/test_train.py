@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -411,7 +412,9 @@ def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, m
     row = json.loads((tmp_path / "r/rollouts.jsonl").read_text().splitlines()[0])
     keys = "step problem_id sample_index prompt response response_ids rollout_logprobs reward "
     assert row.keys() == set(
-        (keys + "overlong_penalty reason finish_reason response_length kept").split()
+        (
+            keys + "overlong_penalty reason finish_reason response_length kept values advantages"
+        ).split()
     )
     assert row["response_length"] == len(row["response_ids"]) == len(row["rollout_logprobs"])
 
@@ -451,6 +454,156 @@ def test_the_command_line_helps():
     assert result.returncode == 0 and "--gae-lambda-k" in result.stdout
 
 
+# ---- --report-to
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Flags for a short run on a few problems."""
+    file = tmp_path / "few.jsonl"
+    rows = [{"prompt": f"{i % 10} a:+{i % 9 + 1}", "label": "0"} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--data", file, "--num-critic-only-steps", 1, "--steps"]
+
+
+class FakeWriter:
+    """Stands in for torch.utils.tensorboard.SummaryWriter."""
+
+    opened = []
+
+    def __init__(self, log_dir, purge_step):
+        self.log_dir, self.purge_step, self.points = log_dir, purge_step, []
+        self.opened.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.points.append((step, name, value))
+
+    def flush(self):
+        pass
+
+
+class FakeWandb:
+    """Stands in for the wandb module and for its run."""
+
+    def __init__(self):
+        self.started, self.rows = [], []
+
+    def init(self, **options):
+        self.started.append(options)
+        self.id = options["id"] or "abc"
+        return self
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, row):
+        self.rows.append(row)
+
+
+def test_metrics_go_to_tensorboard_and_on_after_a_resume(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch, few
+):
+    module = SimpleNamespace(SummaryWriter=FakeWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(FakeWriter, "opened", [])
+    flags = "--report-to", "tensorboard", *few
+    run(tmp_path / "r", *flags, 2, model=random_tiny_model)
+    rows = run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
+    first, second = FakeWriter.opened
+    assert first.log_dir == second.log_dir == str(tmp_path / "r" / "tensorboard")
+    # Events of steps that a resumed run does again are dropped from step 3 on.
+    assert (first.purge_step, second.purge_step) == (1, 3)
+    sent = {(step, name): value for step, name, value in first.points + second.points}
+    stored = {(s, k): v for s, row in rows.items() for k, v in row.items() if k != "step"}
+    assert sent == {where: value for where, value in stored.items() if value is not None}
+    assert len(sent) == len(first.points + second.points)
+
+
+def test_metrics_go_to_wandb_and_on_under_the_same_id(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch, few
+):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    flags = "--report-to", "wandb", *few
+    run(tmp_path / "r", *flags, 2, model=random_tiny_model)
+    run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
+    assert [options["id"] for options in fake.started] == [None, "abc"]
+    assert fake.started[0]["resume"] == "allow" and fake.started[0]["config"]["steps"] == 2
+    assert [row["step"] for row in fake.rows] == [1, 2, 3]
+    assert all("rollout/reward_mean" in row for row in fake.rows)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_tracker_is_named_before_anything_is_sampled(
+    random_tiny_model, tmp_path, monkeypatch, few, name
+):
+    for module in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(train.rollout, "collect", lambda *_: pytest.fail("sampled"))
+    with pytest.raises(SystemExit, match=f"--report-to {name} needs `pip install {name}`"):
+        run(tmp_path / "r", *few, 2, "--report-to", name, model=random_tiny_model)
+    assert not (tmp_path / "r" / "config.json").exists()
+
+
+# ---- the audit and the tokens it is about
+
+
+def test_kept_rows_hold_the_values_and_advantages_that_trained(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch, few
+):
+    seen = []
+    compute = train.compute_advantages
+
+    def spy(run, batch, *tensors):
+        advantages, returns = compute(run, batch, *tensors)
+        seen.append((batch, tensors[-1], advantages))
+        return advantages, returns
+
+    monkeypatch.setattr(train, "compute_advantages", spy)
+    run(tmp_path / "r", *few, 6, model=random_tiny_model)
+    rows = [json.loads(line) for line in (tmp_path / "r/rollouts.jsonl").read_text().splitlines()]
+    assert any(not row["kept"] for row in rows)
+    assert all(("values" in row) == ("advantages" in row) == row["kept"] for row in rows)
+    for step, (batch, values, advantages) in enumerate(seen, 1):
+        kept = [row for row in rows if row["step"] == step and row["kept"]]
+        assert [row["response_ids"] for row in kept] == [r.response_ids for r in batch.rollouts]
+        for i, row in enumerate(kept):
+            n = row["response_length"]
+            for name, x in (("values", values), ("advantages", advantages)):
+                assert row[name] == pytest.approx(x[i, :n].tolist(), abs=1e-6)
+
+
+def test_a_few_logged_rows_are_of_kept_groups(random_tiny_model, tmp_path, mixed_rewards, few):
+    flags = "--algorithm grpo --log-samples 6".split()
+    run(tmp_path / "r", *few, 2, *flags, model=random_tiny_model)
+    rows = [json.loads(line) for line in (tmp_path / "r/rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and all(row["kept"] and "advantages" in row for row in rows)
+    assert not any("values" in row for row in rows)
+
+
+def test_the_audit_is_logged_each_step_and_cut_back_on_resume(
+    random_tiny_model, tmp_path, mixed_rewards, few
+):
+    flags = "--save-every", 2, *few
+    run(tmp_path / "r", *flags, 3, model=random_tiny_model)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step_000003")
+    rows = run(tmp_path / "r", *flags, 4, "--resume", model=random_tiny_model)
+    audit = [json.loads(line) for line in (tmp_path / "r/audit.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in audit] == [1, 2, 3, 4]
+    assert all(rows[row["step"]]["critic/end_auc"] == row["auc"][-1] for row in audit)
+
+
+def test_the_head_moves_by_what_the_metric_says(random_tiny_model, tmp_path, mixed_rewards, few):
+    flags = "--save-every", 1, "--keep-checkpoints", 0
+    rows = run(tmp_path / "r", *few, 3, *flags, model=random_tiny_model)
+    heads = [weights(tmp_path / "r", s, "critic")["value_head.weight"] for s in (1, 2, 3)]
+    # The first step of the critic has learning rate 0.
+    assert rows[1]["critic/head_movement"] == rows[1]["critic/head_weight_norm"] == 0
+    for step in (2, 3):
+        moved = (heads[step - 1] - heads[step - 2]).norm().item()
+        assert rows[step]["critic/head_movement"] == pytest.approx(moved, rel=1e-5) != 0
+
+
 # ---- what the documents promise
 
 
@@ -477,7 +630,7 @@ def test_every_file_and_flag_the_readme_names_exists():
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]+)", text)}
     fields = set(train.Config.__dataclass_fields__) | set(eval.Options.__dataclass_fields__)
-    others = {"config", "help", "nproc_per_node", "audit", "explain", "from", "step"}
+    others = {"config", "help", "nproc_per_node", "audit", "explain", "from", "step", "report"}
     assert flags - others <= fields
 
 
