@@ -1,26 +1,23 @@
-"""Figures of runs, and the algorithms side by side.
+"""Figures of runs, a report to look at, and the algorithms side by side.
 
     python diagnose.py RUN_DIR [RUN_DIR ...]               figures; several runs are overlaid
+    python diagnose.py --report RUN_DIR [RUN_DIR ...]      also report.html, with coloured samples
     python diagnose.py --explain                           two tables from built-in numbers
     python diagnose.py --explain --from RUN_DIR --step N   the first, of a stored group of a run
 
-Figures go to RUN_DIR/figures (of the first run). The tables show the advantage that GRPO, PPO and
-JustRL II give to the same tokens, and the weight that each objective gives to a token's gradient.
+Figures go to RUN_DIR/figures and the report to RUN_DIR (of the first run). docs/critic.md says how
+to read the figures of the critic.
 """
 
 import argparse
-import inspect
 import json
-import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+import numpy as np
 
-from losses import ALGORITHMS, OBJECTIVES, policy_loss, terminal_reward
+from rundir import file_of, first_wrong_token, read_rows, right_response
 
 # Figures by file name, their panels by title, curves by label: metrics of metrics.jsonl.
 # fmt: off
@@ -33,16 +30,30 @@ FIGURES = {
         "response length (tokens)": {
             "mean": "rollout/response_length_mean", "kept": "rollout/kept_response_length_mean",
             "max": "rollout/response_length_max"},
-        "truncated share": {
-            "sampled": "rollout/truncated_share", "held-out": "eval/truncated_share"},
+        "truncated, repetitive (share)": {
+            "truncated": "rollout/truncated_share", "truncated, held-out": "eval/truncated_share",
+            "repetitive": "rollout/repetition_share"},
         "groups without signal (share)": {
             "zero variance": "rollout/zero_variance_share",
             "all right": "rollout/all_right_share", "all wrong": "rollout/all_wrong_share"}},
     "critic": {
         "value loss": {"value loss": "critic/loss"},
-        "explained variance of V": {"explained variance": "critic/explained_variance"},
-        "V within groups (AUC, 0.5 knows nothing)": {"last token": "critic/end_auc"},
-        "V over tokens": {"mean": "critic/v_mean", "standard deviation": "critic/v_std"}},
+        "explained variance of the outcome": {
+            "all": "critic/explained_variance",
+            "between problems": "critic/explained_variance_between",
+            "within groups": "critic/explained_variance_within"},
+        "V within groups (AUC, 0.5 knows nothing)": {
+            "first token": "critic/start_auc", "half way": "critic/mid_auc",
+            "last token": "critic/end_auc", "length alone": "critic/length_auc"},
+        "V over tokens": {
+            "mean": "critic/v_mean", "standard deviation": "critic/v_std",
+            "bias": "critic/bias"},
+        "V(s_0) against the group's pass rate": {
+            "rank correlation": "critic/start_rank_corr",
+            "calibration error": "critic/start_calibration_error"},
+        "head of the critic": {
+            "norm of the weight": "critic/head_weight_norm",
+            "its movement per step": "critic/head_movement"}},
     "optimisation": {
         "gradient norm": {"policy": "policy/grad_norm", "critic": "critic/grad_norm"},
         "clipped tokens (share)": {
@@ -50,39 +61,33 @@ FIGURES = {
         "sampler against trainer (nats per token)": {"mean |difference|": "policy/mismatch_abs"},
         "seconds per step": {"rollout": "perf/rollout_s", "all": "perf/step_s"}},
 }
-
-# A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), last V.
-EXAMPLE = [
-    (400, 1.0, 0.25, 0.85), (400, 0.0, 0.25, 0.05), (400, 0.0, 0.25, 0.85),
-    (40, 0.0, 0.25, 0.05), (40, 0.0, 0.25, 0.85), (4, 0.0, 0.25, 0.05), (4, 0.0, 0.25, 0.85),
-    (4000, 0.0, 0.25, 0.25),
-]
-
-# Label: the row of ALGORITHMS whose objective and limits are shown, and what differs from it.
-WEIGHED = {
-    "REINFORCE": ("rloo", {}), "clip": ("grpo", {}), "clip-higher": ("dapo", {}),
-    "dual clip": ("grpo", {"dual_clip": 1.2}), "GSPO": ("gspo", {}), "CISPO": ("cispo", {}),
-    "SAPO": ("sapo", {}), "GMPO": ("gmpo", {}), "trust mask": ("sao", {}),
-}
-RATIOS = (0.5, 1.0, 1.25, 1.5)
 # fmt: on
+PERCENT = np.arange(0, 101, 10)
+BEFORE, AFTER = 12, 24  # tokens shown around the first wrong one
 
 
-def file_of(run: Path, name: str) -> Path:
-    """run/name; one sentence when the directory holds no run."""
-    if not (run / name).is_file():
-        raise SystemExit(f"error: {run} holds no {name}; give the directory that train.py printed.")
-    return run / name
+def panels(count: int):
+    """A figure with room for `count` panels, and their axes: one row of up to four, else rows of
+    three.
+    """
+    from matplotlib.figure import Figure
+
+    columns = count if count <= 4 else 3
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="tight")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for ax in axes[count:]:
+        ax.remove()
+    return figure, axes[:count]
 
 
-def read_rows(file: Path) -> Iterator[dict]:
-    """Rows of a JSONL file, one at a time; one sentence for a line that was cut off."""
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SystemExit(f"error: {file}:{number} is not JSON ({error}).") from error
+def finish(ax, title: str, xlabel: str) -> None:
+    """Title, grid, and a legend if there is more than one curve."""
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(xlabel)
+    ax.grid(alpha=0.3)
+    if len(ax.get_legend_handles_labels()[0]) > 1:
+        ax.legend(fontsize=7)
 
 
 def draw_panel(ax, title: str, metrics: dict[str, str], runs: dict[str, list[dict]]) -> None:
@@ -94,182 +99,176 @@ def draw_panel(ax, title: str, metrics: dict[str, str], runs: dict[str, list[dic
                 label = label if len(runs) == 1 else f"{run}: {label}"
                 marker = "o" if len(points) < 8 else None
                 ax.plot(*zip(*points, strict=True), label=label, marker=marker)
-    ax.set_title(title, fontsize=10)
-    ax.set_xlabel("step")
-    ax.grid(alpha=0.3)
-    if len(ax.lines) > 1:
-        ax.legend(fontsize=7)
+    finish(ax, title, "step")
 
 
 def draw(runs: list[Path], folder: Path) -> list[Path]:
-    """Write one PNG per entry of FIGURES that has data; returns their paths."""
-    from matplotlib.figure import Figure
-
-    data = {run.name: list(read_rows(file_of(run, "metrics.jsonl"))) for run in runs}
+    """Write one PNG per entry of FIGURES that has data, and audit.png; returns their paths."""
+    names = [run.name for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    files = dict(zip(names, runs, strict=True))
+    data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in files.items()}
     present = {metric for rows in data.values() for row in rows for metric in row}
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, panels in FIGURES.items():
-        panels = [(title, m) for title, m in panels.items() if present & set(m.values())]
-        if panels:
-            figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="tight")
-            axes = figure.subplots(1, len(panels), squeeze=False)[0]
-            for ax, (title, metrics) in zip(axes, panels, strict=True):
+    for name, titles in FIGURES.items():
+        titles = [(title, m) for title, m in titles.items() if present & set(m.values())]
+        if titles:
+            figure, axes = panels(len(titles))
+            for ax, (title, metrics) in zip(axes, titles, strict=True):
                 draw_panel(ax, title, metrics, data)
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], dpi=110)
-    return written
+    return written + draw_audit(files, folder / "audit.png")
 
 
-# ---- the algorithms side by side
+# ---- the audit: curves by position
 
 
-class Group(NamedTuple):
-    """The responses to one prompt, and the configuration of their run."""
-
-    about: str
-    raw: list[float]  # the verifier's rewards, for the critic
-    rewards: list[float]  # with the overlong penalty, for the policy
-    values: list[Tensor]  # V(s_t) of each response, (L,) float32
-    config: dict
-
-
-def example_group() -> Group:
-    """EXAMPLE, with V on a straight line from the first to the last token."""
-    tokens, rewards, first, last = zip(*EXAMPLE, strict=True)
-    values = [torch.linspace(a, b, n) for n, a, b in zip(tokens, first, last, strict=True)]
-    about = "Eight responses to one prompt, made up; V runs straight from first to last token."
-    return Group(about, rewards, rewards, values, {})
-
-
-def stored_rows(run: Path, step: int, size: int) -> list[dict]:
-    """Rows of the first whole kept group of `step` in which raw rewards differ."""
-    groups = []
-    for row in read_rows(file_of(run, "rollouts.jsonl")):
-        if row["step"] == step and row["kept"]:
-            # By sample 0, not by problem: at the turn of an epoch a step may hold one twice.
-            groups += [[]] if row["sample_index"] == 0 or not groups else []
-            groups[-1].append(row)
-    for group in groups:
-        if len(group) == size and len({row["reward"] for row in group}) > 1:
-            return group
-    raise SystemExit(
-        f"error: rollouts.jsonl of {run} has no whole kept group of {size} with different rewards "
-        f"in step {step}; choose another step, or train with --log-samples -1."
-    )
+def draw_audit(runs: dict[str, Path], file: Path) -> list[Path]:
+    """Write the panels for which audit.jsonl (or, for the last, rollouts.jsonl) has data."""
+    stages = audit_stages(runs)
+    keys = {key for rows in stages.values() for row in rows for key in row}
+    falls = {name: fall for name, run in runs.items() if (fall := fall_of_v(run)) is not None}
+    drawers: list[tuple[str, Callable]] = [
+        ("start", draw_reliability),
+        ("auc", draw_auc),
+        ("v_right", draw_v_by_outcome),
+        ("advantage_share", draw_advantage_share),
+    ]
+    todo = [(drawer, stages) for key, drawer in drawers if key in keys]
+    todo += [(draw_fall, falls)] if falls else []
+    if not todo:
+        return []
+    figure, axes = panels(len(todo))
+    for ax, (drawer, data) in zip(axes, todo, strict=True):
+        drawer(ax, data)
+    figure.savefig(file, dpi=110)
+    return [file]
 
 
-@torch.no_grad()
-def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
-    """V (L,) of each stored response under the critic of a checkpoint."""
-    from critic import Critic, values
-    from data import Problem, Rollout, load_tokenizer, pack
+def audit_stages(runs: dict[str, Path]) -> dict[str, list[dict]]:
+    """Rows of audit.jsonl by label: of a single run in three stages, of several the last third of
+    each.
+    """
+    stages = {}
+    for name, run in runs.items():
+        rows = list(read_rows(run / "audit.jsonl")) if (run / "audit.jsonl").is_file() else []
+        bounds = [len(rows) * part // 3 for part in range(4)]
+        for low, high in zip(bounds, bounds[1:], strict=False):
+            if low < high and (len(runs) == 1 or high == len(rows)):
+                label = f"steps {rows[low]['step']} to {rows[high - 1]['step']}"
+                stages[label if len(runs) == 1 else f"{name}, {label}"] = rows[low:high]
+    return stages
 
-    critic = Critic.from_pretrained(checkpoint / "critic")
-    tokenizer = load_tokenizer(checkpoint / "policy")
-    result = []
+
+def pooled(stages: dict[str, list[dict]], key: str, count: str = "") -> dict[str, np.ndarray]:
+    """By stage, the mean over steps of the curve `key`, each step weighted by the number `count`
+    behind it (all alike without); a stage that has none is left out.
+    """
+    means = {}
+    for label, rows in stages.items():
+        rows = [row for row in rows if row.get(key) is not None and row.get(count, 1)]
+        rows = [row for row in rows if None not in np.atleast_1d(row[key])]
+        if rows:
+            curves = np.array([np.atleast_1d(row[key]) for row in rows], dtype=float)
+            means[label] = np.average(curves, 0, [row.get(count, 1) for row in rows])
+    return means
+
+
+def draw_reliability(ax, stages: dict[str, list[dict]]) -> None:
+    """Groups in six bins of equal number by V(s_0): pass rate, and two standard errors of it."""
+    for label, rows in stages.items():
+        pairs = np.array([pair for row in rows for pair in row.get("start", ())])
+        if len(pairs):
+            bins = np.array_split(pairs[pairs[:, 0].argsort()], min(6, len(pairs)))
+            v, rate = np.array([b.mean(0) for b in bins]).T
+            error = [2 * b[:, 1].std() / len(b) ** 0.5 for b in bins]
+            ax.errorbar(v, rate, error, marker="o", markersize=4, capsize=2, label=label)
+    ax.axline((0.5, 0.5), slope=1, color="grey", linestyle="--", linewidth=1, label="calibrated")
+    ax.set_ylabel("pass rate of the group")
+    finish(ax, "V(s_0) against pass rate (kept groups)", "V(s_0)")
+
+
+def draw_auc(ax, stages: dict[str, list[dict]]) -> None:
+    """AUC by position, and what length alone would give (the better of its two directions)."""
+    lengths = pooled(stages, "length_auc", "pairs")
+    for label, curve in pooled(stages, "auc", "pairs").items():
+        (line,) = ax.plot(PERCENT, curve, marker=".", label=label)
+        alone = max(lengths[label][0], 1 - lengths[label][0])
+        ax.axhline(alone, color=line.get_color(), linestyle=":", linewidth=1)
+    ax.plot([], [], color="grey", linestyle=":", label="length alone")
+    ax.axhline(0.5, color="grey", linestyle="--", linewidth=1, label="knows nothing")
+    ax.set_ylim(min(0.4, ax.get_ylim()[0]), 1.02)
+    finish(ax, "right against wrong, same problem (AUC of V)", "position in the response (%)")
+
+
+def draw_v_by_outcome(ax, stages: dict[str, list[dict]]) -> None:
+    """Mean V along the right (solid) and the wrong responses (dashed) to the same problems."""
+    wrong = pooled(stages, "v_wrong", "mixed")
+    for label, curve in pooled(stages, "v_right", "mixed").items():
+        (line,) = ax.plot(PERCENT, curve, label=label)
+        ax.plot(PERCENT, wrong[label], "--", color=line.get_color())
+    show_unit_interval(ax)
+    finish(ax, "V of right (solid), wrong (dashed), same problems", "position in the response (%)")
+
+
+def show_unit_interval(ax) -> None:
+    """V on the whole scale of what it predicts, lest noise look like knowledge."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(0, low), max(1, high))
+
+
+def draw_advantage_share(ax, stages: dict[str, list[dict]]) -> None:
+    """Share of the sum of |A| in each tenth of the responses."""
+    for label, curve in pooled(stages, "advantage_share").items():
+        ax.plot(PERCENT[:-1] + 5, curve, marker=".", label=label)
+    ax.axhline(0.1, color="grey", linestyle="--", linewidth=1, label="the same everywhere")
+    ax.set_ylim(bottom=0)
+    finish(ax, "share of |A| by tenth of the response", "position in the response (%)")
+
+
+def fall_of_v(run: Path) -> np.ndarray | None:
+    """Mean V around the first wrong token of wrong responses: (2, BEFORE + 1 + AFTER), the wrong
+    ones and, at the same token numbers, the right ones to the same problem.
+
+    Of the last third of the logged steps; None if the run has no values, or another task, whose
+    first wrong token is not known.
+    """
+    groups: dict[tuple, list[dict]] = defaultdict(list)
+    rows = read_rows(run / "rollouts.jsonl") if (run / "rollouts.jsonl").is_file() else ()
     for row in rows:
-        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-        problem = Problem(row["problem_id"], 0, row["prompt"], ids, "")
-        response = Rollout(problem, 0, row["sample_index"], 0, row["response_ids"])
-        result.append(values(critic, pack([response], [0]))[0])
-    return result
+        if row.get("values"):
+            if right_response(row["prompt"]) is None:
+                return None
+            kept = ("prompt", "response", "finish_reason", "response_length", "reward", "values")
+            groups[row["step"], row["problem_id"]].append({key: row[key] for key in kept})
+    last = max((step for step, _ in groups), default=0)
+    sums, counts = np.zeros((2, BEFORE + 1 + AFTER)), np.zeros((2, BEFORE + 1 + AFTER))
+    for (step, _), group in groups.items():
+        right = [row for row in group if row["reward"] > 0.5]
+        wrong = [row for row in group if row["reward"] <= 0.5] if 3 * step > 2 * last else []
+        for row in wrong:
+            at = first_wrong_token(row)
+            for line, others in enumerate(([row], right) if at is not None and right else ()):
+                for other in others:
+                    low, high = max(0, at - BEFORE), min(at + AFTER + 1, len(other["values"]))
+                    cells = slice(low - at + BEFORE, high - at + BEFORE)
+                    sums[line, cells] += np.array(other["values"][low:high]) / len(others)
+                    counts[line, cells] += 1 / len(others)
+    return sums / np.where(counts > 0, counts, np.nan) if counts.any() else None
 
 
-def stored_group(run: Path, step: int) -> Group:
-    """A group of rollouts.jsonl, with V of the newest critic saved at or before `step`."""
-    config = json.loads(file_of(run, "config.json").read_text(encoding="utf-8"))
-    rows = stored_rows(run, step, config["group_size"])
-    saved = [critic.parent for critic in (run / "checkpoints").glob("step_??????/critic")]
-    newest = max((p for p in saved if int(p.name.removeprefix("step_")) <= step), default=None)
-    if newest:
-        values = critic_values(newest, rows)
-        source = f"critic of {newest.name}, as saved after that step"
-    else:
-        bias = config["critic_value_bias_init"]
-        values = [torch.full((len(row["response_ids"]),), bias) for row in rows]
-        source = f"critic_value_bias_init, since no critic was saved up to step {step}"
-    about = f"Step {step} of {run}, problem {rows[0]['problem_id']}.\nV: {source}."
-    rewards = [row["reward"] + row["overlong_penalty"] for row in rows]
-    return Group(about, [row["reward"] for row in rows], rewards, values, config)
-
-
-def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
-    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
-    # A column shows the run's own settings where the run used that row, else the row's defaults.
-    own = group.config if group.config.get("algorithm") == name else {}
-    settings = ALGORITHMS[name].defaults | {k: v for k, v in own.items() if v is not None}
-    mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
-    inputs = dict(values=pad_sequence(group.values, True), mask=mask)
-    inputs |= dict(token_rewards=terminal_reward(torch.tensor(group.rewards), mask))
-    inputs |= dict(raw_token_rewards=terminal_reward(torch.tensor(group.raw), mask))
-    ids = torch.zeros(len(mask), dtype=torch.long)
-    return ALGORITHMS[name].advantage(**inputs, group_ids=ids, **settings)[0], settings
-
-
-def cells(numbers, width: int = 7) -> str:
-    """Numbers in columns; adding 0.0 turns a rounded -0.0 into 0.0."""
-    return "".join(f"{round(float(x), 3) + 0.0:{width}.3f}" for x in numbers)
-
-
-def advantage_table(group: Group) -> str:
-    """One line per response: V and advantages at its first, middle and last token."""
-    grpo, by_group = advantages(group, "grpo")
-    ppo, fixed = advantages(group, "ppo")
-    justrl2, adaptive = advantages(group, "justrl2")
-    at = "  first    mid   last"
-    over_std = " / std" if by_group["std_normalize"] else ""
-    decay, k = fixed["gae_lambda"], adaptive["gae_lambda_k"]
-    lines = [
-        group.about,
-        "Advantage of the first, middle and last of its L tokens, before whitening (which PPO and",
-        "JustRL II do next: mean 0 and variance 1 over the tokens of the batch).",
-        f"  GRPO       (r - mean){over_std} of the group, the same for every token",
-        f"  PPO        GAE, lambda = {decay:g}: what happens n tokens later counts {decay:g}^n",
-        f"  JustRL II  GAE, lambda = {k:g}^(1/L): the outcome counts {k:g}^((L-1)/L) at token 1\n",
-        f"{'':16} |{'V':^21} |{'GRPO':>7} |{'PPO':^21} |{'JustRL II':^21}",
-        f" # reward      L |{at} |    all |{at} |{at}",
-    ]
-    for i, (reward, values) in enumerate(zip(group.rewards, group.values, strict=True)):
-        shown = [0, (len(values) - 1) // 2, len(values) - 1]
-        columns = values[shown], grpo[i, :1], ppo[i, shown], justrl2[i, shown]
-        lines.append(f"{i + 1:2}{reward:7.3f}{len(values):7} |" + " |".join(map(cells, columns)))
-    return "\n".join(lines)
-
-
-def objective_limits(label: str) -> dict:
-    """The settings that an objective reads: its keyword-only arguments."""
-    row, changed = ALGORITHMS[WEIGHED[label][0]], WEIGHED[label][1]
-    read = inspect.getfullargspec(OBJECTIVES[row.objective]).kwonlyargs
-    return {k: v for k, v in (row.defaults | changed).items() if k in read and v is not None}
-
-
-def gradient_weights(label: str, advantage: float) -> list[float]:
-    """(-d loss / d log pi) / A at each of RATIOS, for responses of one token; REINFORCE has 1."""
-    row = ALGORITHMS[WEIGHED[label][0]]
-    logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()[:, None].requires_grad_()
-    old, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
-    how = dict(objective=row.objective, ratio_level=row.defaults["ratio_level"])
-    how |= objective_limits(label) | dict(row_weights=ones[:, 0])
-    policy_loss(logprobs, old, advantage * ones, ones.bool(), **how)[0].backward()
-    return (-logprobs.grad[:, 0] / advantage).tolist()
-
-
-def weight_table() -> str:
-    """One line per objective: its gradient weights for A = +1 and A = -1."""
-    at = "".join(f"{ratio:6g}" for ratio in RATIOS)
-    lines = [
-        "Weight of A grad log pi(token) in the gradient of each objective, at ratio pi / pi_old,",
-        "by autograd (GSPO and GMPO: when all tokens of the response have that ratio).\n",
-        f"{'':45} |{'A = +1':^24} |{'A = -1':^24}",
-        f"{'objective':12}{'row':6}{'limits':27} |{at} |{at}",
-    ]
-    for label, (name, _) in WEIGHED.items():
-        limits = ", ".join(f"{k} {v:g}" for k, v in objective_limits(label).items())
-        limits = re.sub("clip_|_clip|sapo_", "", limits)
-        columns = (cells(gradient_weights(label, a), 6) for a in (1.0, -1.0))
-        lines.append(f"{label:12}{name:6}{limits:27} |" + " |".join(columns))
-    return "\n".join(lines)
+def draw_fall(ax, falls: dict[str, np.ndarray]) -> None:
+    """V before and after the first wrong token; V at 0 has not seen it yet."""
+    for name, (wrong, right) in falls.items():
+        prefix = f"{name}: " if len(falls) > 1 else ""
+        offsets = np.arange(-BEFORE, AFTER + 1)
+        (line,) = ax.plot(offsets, wrong, "--", label=f"{prefix}wrong responses")
+        ax.plot(offsets, right, color=line.get_color(), label=f"{prefix}right ones, same problem")
+    ax.axvline(0.5, color="grey", linewidth=1)
+    show_unit_interval(ax)
+    finish(ax, "V around the first wrong token", "tokens from it (V at 0 has not seen it)")
 
 
 def main() -> None:
@@ -277,23 +276,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="run directories to draw")
     parser.add_argument("--output", type=Path, help="folder of the figures")
+    parser.add_argument("--report", action="store_true", help="also write RUN_DIR/report.html")
     parser.add_argument("--explain", action="store_true", help="print the tables")
     parser.add_argument("--from", dest="source", type=Path, help="run with a stored group")
     parser.add_argument("--step", type=int, help="step of that group")
     args = parser.parse_args()
     paired = (args.source is None) == (args.step is None) and (args.explain or not args.source)
-    if args.explain == bool(args.runs) or not paired:
-        parser.error("give RUN_DIR ..., or --explain, or --explain --from RUN_DIR --step N")
-    if args.source:
-        try:
-            group = stored_group(args.source, args.step)
-        except (OSError, ValueError) as error:  # of a checkpoint that lacks a file
-            raise SystemExit(f"error: {error}") from error
-        print(advantage_table(group))
-    elif args.explain:
-        print(advantage_table(example_group()), weight_table(), sep="\n\n")
-    else:
-        print(*draw(args.runs, args.output or args.runs[0] / "figures"), sep="\n")
+    if args.explain == bool(args.runs) or not paired or (args.explain and args.report):
+        parser.error(
+            "give [--report] RUN_DIR ..., or --explain, or --explain --from RUN_DIR --step N"
+        )
+    try:
+        if args.explain:
+            import explain
+
+            group = explain.stored_group(args.source, args.step) if args.source else None
+            print(explain.advantage_table(group or explain.example_group()))
+            print("" if group else f"\n{explain.weight_table()}")
+        else:
+            figures = draw(args.runs, args.output or args.runs[0] / "figures")
+            print(*figures, sep="\n")
+            if args.report:
+                import report
+
+                print(report.write(args.runs[0], figures))
+    except (OSError, ValueError, json.JSONDecodeError) as error:  # a file is missing or broken
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

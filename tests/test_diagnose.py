@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import diagnose
+import explain
 import losses
 from critic import Critic
 from data import load_tokenizer
@@ -45,9 +46,9 @@ def line_gae(tokens, reward, first, last, decay, t):
 
 
 def test_the_explained_group_has_the_advantages_of_the_closed_forms():
-    rows = numbers(diagnose.advantage_table(diagnose.example_group()))
+    rows = numbers(explain.advantage_table(explain.example_group()))
     assert len(rows) == 8
-    for row, (tokens, reward, first, last) in zip(rows, diagnose.EXAMPLE, strict=True):
+    for row, (tokens, reward, first, last) in zip(rows, explain.EXAMPLE, strict=True):
         at = [0, (tokens - 1) // 2, tokens - 1]
         # One right of eight: mean 1/8, standard deviation sqrt(7)/8.
         grpo = math.sqrt(7) if reward else -1 / math.sqrt(7)
@@ -58,15 +59,15 @@ def test_the_explained_group_has_the_advantages_of_the_closed_forms():
 
 
 def test_every_objective_has_weight_one_at_ratio_one():
-    weights = weights_by_label(diagnose.weight_table())
-    at = diagnose.RATIOS.index(1.0)
+    weights = weights_by_label(explain.weight_table())
+    at = explain.RATIOS.index(1.0)
     assert all(up[at] == down[at] == 1.0 for up, down in weights.values())
 
 
 def test_no_objective_is_missing_from_the_weights():
-    shown = {losses.ALGORITHMS[name].objective for name, _ in diagnose.WEIGHED.values()}
+    shown = {losses.ALGORITHMS[name].objective for name, _ in explain.WEIGHED.values()}
     assert shown == set(losses.OBJECTIVES)
-    assert set(weights_by_label(diagnose.weight_table())) == set(diagnose.WEIGHED)
+    assert set(weights_by_label(explain.weight_table())) == set(explain.WEIGHED)
 
 
 def sapo_weight(tau, ratio):
@@ -91,14 +92,14 @@ CLOSED_FORMS = {
 @pytest.mark.parametrize("label", CLOSED_FORMS)
 def test_the_weight_beside_ratio_one_is_the_papers(label):
     for printed, expected in zip(
-        weights_by_label(diagnose.weight_table())[label], CLOSED_FORMS[label], strict=True
+        weights_by_label(explain.weight_table())[label], CLOSED_FORMS[label], strict=True
     ):
         assert printed[:1] + printed[2:] == pytest.approx(expected, abs=6e-4)
 
 
 def test_the_weights_follow_the_objective_and_not_a_stored_table(monkeypatch):
     monkeypatch.setitem(losses.OBJECTIVES, "clip", losses.reinforce)
-    assert diagnose.gradient_weights("clip", 1.0) == pytest.approx([1] * len(diagnose.RATIOS))
+    assert explain.gradient_weights("clip", 1.0) == pytest.approx([1] * len(explain.RATIOS))
 
 
 def test_the_tables_fit_one_screen(monkeypatch, capsys):
@@ -151,14 +152,14 @@ def test_a_stored_group_without_critic_has_constant_v(tmp_path, monkeypatch, cap
 
 
 def test_the_overlong_penalty_reaches_the_policy(tmp_path):
-    group = diagnose.stored_group(write_run(tmp_path / "run", penalty=-0.5), 4)
-    ppo, _ = diagnose.advantages(group, "ppo")
+    group = explain.stored_group(write_run(tmp_path / "run", penalty=-0.5), 4)
+    ppo, _ = explain.advantages(group, "ppo")
     assert ppo[0, 2].item() == pytest.approx(1 - 0.5 - 0.25)
 
 
 def test_the_column_of_the_runs_own_algorithm_uses_its_settings(tmp_path):
     run = write_run(tmp_path / "run", algorithm="justrl2", gae_lambda_k=1.0, gae_lambda=0.1)
-    table = diagnose.advantage_table(diagnose.stored_group(run, 4))
+    table = explain.advantage_table(explain.stored_group(run, 4))
     assert "lambda = 1^(1/L)" in table and "lambda = 0.95:" in table
     assert [row[10] for row in numbers(table)] == [0.75, -0.25, -0.25]
 
@@ -182,7 +183,7 @@ def test_v_is_that_of_the_critic_saved_at_or_before_the_step(tmp_path, saved_cri
     checkpoints.mkdir()
     (checkpoints / "step_000004").symlink_to(folder)
     (checkpoints / "step_000005" / "critic").mkdir(parents=True)  # later, and broken
-    group = diagnose.stored_group(run, 4)
+    group = explain.stored_group(run, 4)
     assert "critic of step_000004" in group.about
     prompt = load_tokenizer(folder / "policy")("1+1=", add_special_tokens=False)["input_ids"]
     for i, length in enumerate(LENGTHS):
@@ -198,7 +199,7 @@ def test_a_problem_drawn_twice_in_a_step_makes_two_groups(tmp_path):
     run = write_run(tmp_path / "run", rewards=((0, 0, 0), (0, 1, 0)))
     file = run / "rollouts.jsonl"
     file.write_text(file.read_text().replace('"p1"', '"p0"'))
-    assert diagnose.stored_group(run, 4).raw == [0, 1, 0]
+    assert explain.stored_group(run, 4).raw == [0, 1, 0]
 
 
 # ---- what is missing is named
@@ -209,18 +210,18 @@ def test_a_missing_file_is_named(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / name).unlink()
     with pytest.raises(SystemExit, match=f"holds no {name}; give the directory"):
-        diagnose.stored_group(run, 4)
+        explain.stored_group(run, 4)
 
 
 @pytest.mark.parametrize("rewards", [((0, 0, 0),), ((1, 1, 1),), ((1, 0),)])
 def test_a_step_without_a_whole_mixed_group_says_what_to_do(tmp_path, rewards):
     with pytest.raises(SystemExit, match="no whole kept group of 3.*--log-samples -1"):
-        diagnose.stored_group(write_run(tmp_path / "run", rewards), 4)
+        explain.stored_group(write_run(tmp_path / "run", rewards), 4)
 
 
 def test_a_step_that_was_not_logged_is_named(tmp_path):
     with pytest.raises(SystemExit, match="in step 9"):
-        diagnose.stored_group(write_run(tmp_path / "run"), 9)
+        explain.stored_group(write_run(tmp_path / "run"), 9)
 
 
 def test_a_line_that_was_cut_off_is_named(tmp_path):
@@ -228,7 +229,7 @@ def test_a_line_that_was_cut_off_is_named(tmp_path):
     with open(run / "rollouts.jsonl", "a") as file:
         file.write('{"step": 4, "prob')
     with pytest.raises(SystemExit, match="rollouts.jsonl:7 is not JSON"):
-        diagnose.stored_group(run, 4)
+        explain.stored_group(run, 4)
 
 
 def test_a_checkpoint_without_its_weights_is_one_sentence(tmp_path, monkeypatch, capsys):

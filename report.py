@@ -1,0 +1,221 @@
+"""One HTML page of a run: `python diagnose.py --report RUN_DIR`.
+
+Figures and sampled responses, the tokens coloured by advantage or by value. The page holds
+everything itself, loads nothing and needs no network.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from rundir import file_of, first_wrong_token, read_rows, token_texts
+
+LEVELS = 8  # shades of a colour
+HEAD, TAIL = 1000, 2000  # tokens shown of a long response
+STEPS, EACH = 3, 2  # steps shown, and right and wrong responses of each
+CHANGES = {
+    "held-out accuracy": "eval/accuracy",
+    "reward of sampled responses": "rollout/reward_mean",
+    "response length (tokens)": "rollout/response_length_mean",
+    "truncated share": "rollout/truncated_share",
+    "groups without signal (share)": "rollout/zero_variance_share",
+    "policy entropy (nats per token)": "policy/entropy",
+    "explained variance of the outcome": "critic/explained_variance",
+    "AUC of V at the last token, within groups": "critic/end_auc",
+}
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --line: #8886; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+img { max-width: 100%; background: white; border-radius: 4px; }
+figure { margin: 0 0 1.5rem; }
+table { border-collapse: collapse; }
+td, th { padding: .15rem .8rem; border-bottom: 1px solid var(--line); text-align: right; }
+td:first-child, th:first-child { text-align: left; padding-left: 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 1rem; line-height: 1.7;
+ padding: .5rem .7rem; border: 1px solid var(--line); border-radius: 4px; }
+pre i { font-style: normal; border-radius: 2px; }
+pre i.wrong { outline: 2px solid #d33; outline-offset: -1px; }
+#legend { position: sticky; top: 0; background: Canvas; padding: .5rem 0; z-index: 1;
+ border-bottom: 1px solid var(--line); }
+#legend label { margin-right: 1rem; }
+#legend i { font-style: normal; padding: .1rem .35rem; }
+.key { display: none; }
+.a .key.of-a, .v .key.of-v { display: inline; }
+$shades
+</style>
+</head>
+<body class="a">
+<h1>$title</h1>
+<p>$about</p>
+<table><tr><th></th><th>first</th><th>last</th></tr>$changes</table>
+<details><summary>Configuration</summary><pre>$config</pre></details>
+<h2>Figures</h2>
+$figures
+<h2>Sampled responses</h2>
+$samples
+<script>
+for (const button of document.querySelectorAll("#legend input"))
+  button.addEventListener("change", () => { document.body.className = button.value; });
+</script>
+</body>
+</html>
+""")
+
+
+def write(run: Path, figures: Sequence[Path]) -> Path:
+    """Write RUN_DIR/report.html with the given PNG files; returns its path."""
+    config = json.loads(file_of(run, "config.json").read_text(encoding="utf-8"))
+    metrics = list(read_rows(file_of(run, "metrics.jsonl")))
+    groups = chosen_groups(run)
+    scale = advantage_scale(groups)
+    samples = "".join(group_html(group, run, config["model"], scale) for group in groups)
+    page = PAGE.substitute(
+        title=escape(f"Run {run.resolve().name}"),
+        about=escape(
+            f"{config['algorithm']}, {metrics[-1]['step'] if metrics else 0} of {config['steps']} "
+            f"steps, model {config['model']}, data {config['data']}, seed {config['seed']}."
+        ),
+        changes=changes_html(metrics),
+        config=escape(json.dumps(config, indent=2)),
+        figures="".join(map(figure_html, figures)),
+        samples=legend_html(groups, scale) + samples,
+        shades=shades_css(),
+    )
+    (run / "report.html").write_text(page, encoding="utf-8")
+    return run / "report.html"
+
+
+def changes_html(metrics: Sequence[dict]) -> str:
+    """Table rows: first and last value of the metrics that most people look for."""
+    rows = []
+    for title, key in CHANGES.items():
+        seen = [row[key] for row in metrics if row.get(key) is not None]
+        if seen:
+            rows.append(f"<tr><td>{title}</td><td>{seen[0]:.3f}</td><td>{seen[-1]:.3f}</td></tr>\n")
+    return "".join(rows)
+
+
+def figure_html(file: Path) -> str:
+    """A PNG inside the page."""
+    data = base64.b64encode(file.read_bytes()).decode()
+    name = escape(file.stem)
+    return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>\n'
+
+
+# ---- samples
+
+
+def chosen_groups(run: Path) -> list[list[dict]]:
+    """Of the first, middle and last step with advantages: up to two right and two wrong responses
+    to the first problem of the step.
+    """
+    file = run / "rollouts.jsonl"
+    coloured = lambda: (row for row in read_rows(file) if row.get("advantages"))
+    steps = sorted({row["step"] for row in coloured()}) if file.is_file() else []
+    places = {round(i * (len(steps) - 1) / (STEPS - 1)) for i in range(STEPS)} if steps else set()
+    groups: dict[int, list[dict]] = {steps[place]: [] for place in sorted(places)}
+    for row in coloured() if groups else ():
+        group = groups.get(row["step"])
+        if group is not None and (not group or group[0]["problem_id"] == row["problem_id"]):
+            alike = [other for other in group if other["reward"] == row["reward"]]
+            group += [row] if len(alike) < EACH else []
+    return list(groups.values())
+
+
+def advantage_scale(groups: Sequence[Sequence[dict]]) -> float:
+    """The |A| of the strongest colour: 98 % of the tokens shown are below it."""
+    sizes = sorted(abs(a) for group in groups for row in group for a in row["advantages"])
+    return (sizes[int(0.98 * (len(sizes) - 1))] if sizes else 0) or 1.0
+
+
+def group_html(group: Sequence[dict], run: Path, model: str, scale: float) -> str:
+    """Prompt and responses of one group."""
+    first = group[0]
+    title = escape(f"Step {first['step']}, problem {first['problem_id']}")
+    responses = "".join(response_html(row, texts_of(row, run, model), scale) for row in group)
+    return f"<h3>{title}</h3>\n<pre>{escape(first['prompt'])}</pre>\n{responses}"
+
+
+def texts_of(row: dict, run: Path, model: str) -> list[str]:
+    """Token texts of a response, by the tokenizer of the run's newest checkpoint or start model."""
+    from data import load_tokenizer
+
+    newest = max((run / "checkpoints").glob("step_??????/policy"), default=model)
+    return token_texts(load_tokenizer(newest), row["response_ids"])
+
+
+def response_html(row: dict, texts: Sequence[str], scale: float) -> str:
+    """One response: a line about it, and its tokens."""
+    verdict = "right" if row["reward"] > 0.5 else "wrong"
+    about = (
+        f"Sample {row['sample_index']}: {verdict} ({row['reason']}), "
+        f"{row['response_length']} tokens, finish reason {row['finish_reason']}, "
+        f"overlong penalty {row['overlong_penalty']:.2f}"
+    )
+    wrong = first_wrong_token(row)
+    values = row.get("values") or [None] * len(texts)
+    tokens = [
+        token_html(text, a, v, scale, i == wrong)
+        for i, (text, a, v) in enumerate(zip(texts, row["advantages"], values, strict=True))
+    ]
+    if len(tokens) > HEAD + TAIL:
+        left_out = f"\n\n[{len(tokens) - HEAD - TAIL} tokens left out]\n\n"
+        tokens[HEAD:-TAIL] = [left_out]
+    return f"<div>{escape(about)}</div>\n<pre>{''.join(tokens)}</pre>\n"
+
+
+def token_html(text: str, a: float, v: float | None, scale: float, wrong: bool) -> str:
+    """A token with its shades as classes and its numbers as a tooltip."""
+    shade = min(LEVELS, round(abs(a) / scale * LEVELS))
+    names, title = [f"{'p' if a > 0 else 'n'}{shade}"], f"A {a:+.3f}"
+    if v is not None:
+        names.append(f"v{round(min(max(v, 0), 1) * LEVELS)}")
+        title += f", V {v:.3f}"
+    names += ["wrong"] if wrong else []
+    return f'<i class="{" ".join(names)}" title="{title}">{escape(text)}</i>'
+
+
+def shades_css() -> str:
+    """Blue for A above 0, orange below, green for V; see-through, so that both a light and a dark
+    page show behind them.
+    """
+    colours = {"a .p": "40, 120, 255", "a .n": "255, 120, 0", "v .v": "0, 165, 90"}
+    return "\n".join(
+        f".{name}{level} {{ background: rgba({rgb}, {0.7 * level / LEVELS:.3f}); }}"
+        for name, rgb in colours.items()
+        for level in range(1, LEVELS + 1)
+    )
+
+
+def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
+    """The switch and the meaning of the colours."""
+    rows = [row for group in groups for row in group]
+    if not rows:
+        return "<p>rollouts.jsonl holds no response with advantages (see --log-samples).</p>"
+    shades = lambda names: "".join(f'<i class="{n}">&nbsp;</i>' for n in names)
+    levels = range(1, LEVELS + 1)
+    switch = '<label><input type="radio" name="by" value="a" checked> advantage</label>'
+    if any(row.get("values") for row in rows):
+        switch += '<label><input type="radio" name="by" value="v"> value</label>'
+    switch += '<label><input type="radio" name="by" value=""> plain</label>'
+    marked = any(first_wrong_token(row) is not None for row in rows)
+    note = ' <i style="outline: 2px solid #d33">&nbsp;</i> first wrong token' if marked else ""
+    return f"""<div id="legend">Colour by {switch}
+<span class="key of-a">A: −{scale:.2f} {shades([f"n{i}" for i in reversed(levels)])} 0
+{shades([f"p{i}" for i in levels])} +{scale:.2f}</span>
+<span class="key of-v">V: 0 {shades([f"v{i}" for i in levels])} 1</span>{note}</div>
+<p>A token's colour is its advantage, as trained, or V of the state before it; the numbers are in
+its tooltip. Shown are up to {EACH} right and {EACH} wrong responses to one problem, early, half
+way and late in the run.</p>
+"""
