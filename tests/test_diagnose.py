@@ -195,6 +195,17 @@ def test_v_is_that_of_the_critic_saved_at_or_before_the_step(tmp_path, saved_cri
             assert group.values[i][t].item() == pytest.approx(alone, abs=1e-5)
 
 
+def test_v_is_as_logged_where_it_was_logged(tmp_path):
+    run = write_run(tmp_path / "run", rewards=((1, 0, 0),))
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["values"] = [0.1 * i for i in row["response_ids"]]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = explain.stored_group(run, 4)
+    assert "as logged" in group.about
+    assert [v.tolist() for v in group.values] == [pytest.approx(row["values"]) for row in rows]
+
+
 def test_a_problem_drawn_twice_in_a_step_makes_two_groups(tmp_path):
     run = write_run(tmp_path / "run", rewards=((0, 0, 0), (0, 1, 0)))
     file = run / "rollouts.jsonl"
@@ -280,6 +291,90 @@ def test_figures_of_a_run_do_not_import_the_model(tmp_path):
     subprocess.run(
         [sys.executable, "-c", code], cwd=diagnose.__file__.rpartition("/")[0], check=True
     )
+
+
+def write_audit(folder, steps, pairs=4, shift=0.0):
+    """metrics.jsonl and audit.jsonl of `steps` steps; curves rise with the step."""
+    write_metrics(folder, steps)
+    rows = [
+        {
+            "step": s,
+            "start": [[0.2, 0.25], [0.6, 0.5]],
+            "auc": [0.5 + shift + 0.01 * s] * 11,
+            "pairs": pairs * s,
+            "length_auc": 0.4,
+            "v_right": [0.7] * 11,
+            "v_wrong": [0.3] * 11,
+            "mixed": 2,
+            "advantage_share": [0.1] * 10,
+        }
+        for s in range(1, steps + 1)
+    ]
+    (folder / "audit.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Draws everything but writes no pixels."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, dpi: None)
+
+
+def panels_of(runs):
+    """Axes of the audit figure by title."""
+    from matplotlib.figure import Figure
+
+    stages = diagnose.audit_stages(runs)
+    axes = {}
+    for drawer in (diagnose.draw_reliability, diagnose.draw_auc, diagnose.draw_v_by_outcome):
+        axes[drawer.__name__] = ax = Figure().subplots()
+        drawer(ax, stages)
+    return axes
+
+
+def test_the_audit_of_one_run_is_drawn_in_three_stages(tmp_path, fast):
+    run = write_audit(tmp_path / "a", 6)
+    assert [p.name for p in diagnose.draw([run], tmp_path)] == ["reward.png", "audit.png"]
+    axes = panels_of({"a": run})
+    lines = {line.get_label(): line.get_ydata() for line in axes["draw_auc"].lines}
+    # Steps 1 and 2 have 4 and 8 pairs: (4 * 0.51 + 8 * 0.52) / 12.
+    assert lines["steps 1 to 2"][5] == pytest.approx(0.5 + (1 * 0.01 + 2 * 0.02) / 3)
+    assert lines["steps 5 to 6"][5] == pytest.approx(0.5 + (5 * 0.05 + 6 * 0.06) / 11)
+    # 0.4 for "the shorter one is right" is 0.6 for the longer one.
+    dotted = [line for line in axes["draw_auc"].lines if line.get_linestyle() == ":"]
+    assert dotted[0].get_ydata() == pytest.approx([0.6, 0.6])
+    right, wrong = axes["draw_v_by_outcome"].lines[:2]
+    assert right.get_ydata()[0] == 0.7 and wrong.get_ydata()[0] == 0.3
+    (first, *_) = axes["draw_reliability"].lines
+    assert first.get_xydata().tolist() == [[0.2, 0.25]] * 2 + [[0.6, 0.5]] * 2
+
+
+def test_audits_of_several_runs_are_overlaid_even_of_the_same_name(tmp_path, fast):
+    for parent in "xy":
+        (tmp_path / parent).mkdir()
+    runs = [write_audit(tmp_path / "x/run", 6), write_audit(tmp_path / "y/run", 3, shift=0.3)]
+    assert [p.name for p in diagnose.draw(runs, tmp_path)] == ["reward.png", "audit.png"]
+    lines = panels_of({"one": runs[0], "two": runs[1]})["draw_auc"].lines
+    labels = {line.get_label(): line.get_ydata()[0] for line in lines if len(line.get_ydata())}
+    assert labels["one, steps 5 to 6"] == pytest.approx(0.555, abs=1e-3)
+    assert labels["two, steps 3 to 3"] == pytest.approx(0.83)
+
+
+def test_steps_without_pairs_are_left_out_of_the_curves(tmp_path):
+    run = write_audit(tmp_path / "a", 3)
+    rows = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
+    rows[0] |= {"auc": [None] * 11, "length_auc": None, "pairs": 0}
+    (run / "audit.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stages = diagnose.audit_stages({"a": run})
+    assert list(diagnose.pooled(stages, "auc", "pairs")) == ["steps 2 to 2", "steps 3 to 3"]
+
+
+def test_a_run_without_a_critic_has_the_share_of_advantages_alone(tmp_path):
+    run = write_metrics(tmp_path / "a")
+    (run / "audit.jsonl").write_text('{"step": 1, "advantage_share": [0.1, 0.1]}\n')
+    stages = diagnose.audit_stages({"a": run})
+    assert not diagnose.pooled(stages, "auc", "pairs")
+    assert diagnose.pooled(stages, "advantage_share")["steps 1 to 1"].tolist() == [0.1, 0.1]
 
 
 def test_a_directory_without_metrics_is_named(tmp_path):
