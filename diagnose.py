@@ -10,7 +10,6 @@ to read the figures of the critic.
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -290,9 +289,11 @@ def main() -> None:
         if args.explain:
             import explain
 
-            group = explain.stored_group(args.source, args.step) if args.source else None
-            print(explain.advantage_table(group or explain.example_group()))
-            print("" if group else f"\n{explain.weight_table()}")
+            if args.source:
+                print(explain.advantage_table(explain.stored_group(args.source, args.step)))
+            else:
+                group = explain.example_group()
+                print(explain.advantage_table(group), explain.weight_table(), sep="\n\n")
         else:
             figures = draw(args.runs, args.output or args.runs[0] / "figures")
             print(*figures, sep="\n")
@@ -300,7 +301,7 @@ def main() -> None:
                 import report
 
                 print(report.write(args.runs[0], figures))
-    except (OSError, ValueError, json.JSONDecodeError) as error:  # a file is missing or broken
+    except (OSError, ValueError, ImportError) as error:  # a file is missing or broken, or a package
         raise SystemExit(f"error: {error}") from error
 
 

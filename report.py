@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from rundir import file_of, first_wrong_token, read_rows, token_texts
 
@@ -79,7 +80,8 @@ def write(run: Path, figures: Sequence[Path]) -> Path:
     metrics = list(read_rows(file_of(run, "metrics.jsonl")))
     groups = chosen_groups(run)
     scale = advantage_scale(groups)
-    samples = "".join(group_html(group, run, config["model"], scale) for group in groups)
+    tokenizer = tokenizer_of(run, config["model"]) if groups else None
+    samples = "".join(group_html(group, tokenizer, scale) for group in groups)
     page = PAGE.substitute(
         title=escape(f"Run {run.resolve().name}"),
         about=escape(
@@ -139,20 +141,19 @@ def advantage_scale(groups: Sequence[Sequence[dict]]) -> float:
     return (sizes[int(0.98 * (len(sizes) - 1))] if sizes else 0) or 1.0
 
 
-def group_html(group: Sequence[dict], run: Path, model: str, scale: float) -> str:
-    """Prompt and responses of one group."""
-    first = group[0]
-    title = escape(f"Step {first['step']}, problem {first['problem_id']}")
-    responses = "".join(response_html(row, texts_of(row, run, model), scale) for row in group)
-    return f"<h3>{title}</h3>\n<pre>{escape(first['prompt'])}</pre>\n{responses}"
-
-
-def texts_of(row: dict, run: Path, model: str) -> list[str]:
-    """Token texts of a response, by the tokenizer of the run's newest checkpoint or start model."""
+def tokenizer_of(run: Path, model: str) -> Any:
+    """The tokenizer of the run's newest checkpoint, or of its start model."""
     from data import load_tokenizer
 
-    newest = max((run / "checkpoints").glob("step_??????/policy"), default=model)
-    return token_texts(load_tokenizer(newest), row["response_ids"])
+    return load_tokenizer(max((run / "checkpoints").glob("step_??????/policy"), default=model))
+
+
+def group_html(group: Sequence[dict], tokenizer: Any, scale: float) -> str:
+    """Prompt and responses of one group."""
+    title = escape(f"Step {group[0]['step']}, problem {group[0]['problem_id']}")
+    texts = [token_texts(tokenizer, row["response_ids"]) for row in group]
+    responses = "".join(map(response_html, group, texts, [scale] * len(group)))
+    return f"<h3>{title}</h3>\n<pre>{escape(group[0]['prompt'])}</pre>\n{responses}"
 
 
 def response_html(row: dict, texts: Sequence[str], scale: float) -> str:
@@ -215,7 +216,7 @@ def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
 <span class="key of-a">A: −{scale:.2f} {shades([f"n{i}" for i in reversed(levels)])} 0
 {shades([f"p{i}" for i in levels])} +{scale:.2f}</span>
 <span class="key of-v">V: 0 {shades([f"v{i}" for i in levels])} 1</span>{note}</div>
-<p>A token's colour is its advantage, as trained, or V of the state before it; the numbers are in
-its tooltip. Shown are up to {EACH} right and {EACH} wrong responses to one problem, early, half
-way and late in the run.</p>
+<p>A token's colour is its advantage (whitened, if the run does that) or V of the state before it;
+its tooltip has the numbers. Shown are up to {EACH} right and {EACH} wrong responses to one problem,
+early, half way and late in the run.</p>
 """

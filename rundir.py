@@ -9,6 +9,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 # Prompts and tokens of the embedded task, as assets/make_assets.py writes them.
 CHAIN = re.compile(r"\n(\d)((?: [a-z]:[+-]\d)+)<\|im_end\|>")
 PIECES = re.compile(r"<\|\w+\|>|</?think>|\\boxed\{| [a-z]:|[+-]\d|[\s\S]")
@@ -24,7 +26,8 @@ def file_of(run: Path, name: str) -> Path:
 def read_rows(file: Path) -> Iterator[dict]:
     """Rows of a JSONL file, one at a time; one sentence for a line that was cut off."""
     with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+        bar = tqdm(lines, f"reading {file.name}", unit="row", leave=False, delay=2)
+        for number, line in enumerate(bar, 1):
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
