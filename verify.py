@@ -65,6 +65,22 @@ class Verdict(NamedTuple):
     reason: str
     answer: str | None
 
+    @property
+    def score(self):
+        """The reward of the response, in [0, 1]."""
+        return float(self.correct)
+
+
+class PartVerdict(Verdict):
+    """A Verdict whose score need not be 0 or 1: the share of tests passed, say (rewards.py)."""
+
+    score = 0.0
+
+    def __new__(cls, correct, reason, answer, score):
+        verdict = super().__new__(cls, correct, reason, answer)
+        verdict.score = score
+        return verdict
+
 
 class Extraction(NamedTuple):
     """Text of the last box, "ok" or a reason, and the different texts of the other boxes."""
@@ -244,8 +260,12 @@ def verify(response, label, think="auto"):
 # --- Worker processes -----------------------------------------------------------------------------
 
 
-def serve():
-    """Answer [response, label, think, seconds] lines by [correct, reason, answer] lines."""
+def serve(verifiers=None):
+    """Answer [response, label, think, kind, seconds] lines by the fields of a PartVerdict.
+
+    verifiers: {kind: function of (response, label, think)}; by default the one of this file.
+    """
+    verifiers = verifiers or {"math": verify}
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the trainer
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
@@ -258,48 +278,43 @@ def serve():
     equal("\\sqrt{2}", "\\frac{1}{2}")  # warm up
     print("ready", file=replies, flush=True)
     for line in requests:
-        response, label, think, seconds = json.loads(line)
+        response, label, think, kind, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)  # the last line of defence: it kills
-        verdict = verify(response, label, think)
+        verdict = verifiers[kind](response, label, think)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(verdict), file=replies, flush=True)
+        print(json.dumps([*verdict, verdict.score]), file=replies, flush=True)
 
 
-class Worker:
-    """One worker process: started when needed, killed at the deadline, replaced now and then.
+class Child:
+    """A process that answers lines with lines, in a process group of its own that ends with it.
 
     It is exec'd and never forked, because the trainer holds CUDA and NCCL state.
     """
 
     def __init__(self):
-        self.process, self.served, self.rest = None, 0, b""
+        self.process, self.rest = None, b""
 
-    def start(self):
-        scrubbed = {
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        }
-        env = {key: value for key, value in os.environ.items() if key not in scrubbed}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, os.path.abspath(__file__), "--worker"]
+    def start(self, command, env, **options):
+        """Run `command` and wait for its first line, "ready"."""
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env)
-        self.served, self.rest = 0, b""
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, **options
+        )
+        self.rest = b""
         os.set_blocking(self.process.stdin.fileno(), False)
         try:
             self.exchange(b"", time.monotonic() + 60)
         except (TimeoutError, EOFError):
             self.stop()
-            message = "a verifier worker does not start; run `python verify.py --worker` to see why"
-            raise RuntimeError(message) from None
+            raise RuntimeError(
+                f"a verifier worker does not start; run `{' '.join(command)}` to see why"
+            ) from None
 
     def stop(self):
+        """Kill the whole group."""
         if self.process:
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process.stdin.close()
             self.process.stdout.close()
@@ -328,16 +343,39 @@ class Worker:
         line, _, self.rest = self.rest.partition(b"\n")
         return line
 
-    def grade(self, response, label, think, timeout_s):
+
+class Worker(Child):
+    """One grading process: started when needed, killed at the deadline, replaced now and then."""
+
+    def __init__(self, script=None):
+        super().__init__()
+        self.script, self.served = script, 0
+
+    def launch(self):
+        """Start the process without the devices and without a place in the process group."""
+        scrubbed = {
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        }
+        env = {key: value for key, value in os.environ.items() if key not in scrubbed}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.served = 0
+        self.start([sys.executable, os.path.abspath(self.script or __file__), "--worker"], env)
+
+    def grade(self, response, label, think, kind, timeout_s):
         """One request in a living worker -> Verdict."""
         if self.process is None or self.served >= PAIRS_PER_WORKER:
             self.stop()
-            self.start()
+            self.launch()
         self.served += 1
         response, label = (None if text is None else str(text) for text in (response, label))
-        request = json.dumps([response, label, think, 2 * timeout_s + 1]).encode() + b"\n"
+        request = json.dumps([response, label, think, kind, 2 * timeout_s + 1]).encode() + b"\n"
         try:
-            return Verdict(*json.loads(self.exchange(request, time.monotonic() + timeout_s)))
+            return PartVerdict(*json.loads(self.exchange(request, time.monotonic() + timeout_s)))
         except TimeoutError:
             reason = "timeout"
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -353,6 +391,8 @@ class Verifier:
     worker is killed, the verdict is (False, "timeout", None), and the next pair gets a new process.
     """
 
+    script, kinds = None, ("math",)  # the program of the workers (this file), what they grade
+
     def __init__(self, num_workers=2, timeout_s=2.0):
         self.timeout_s, self.workers, self.local = timeout_s, [], threading.local()
         # Each thread of the pool owns one worker: PDEATHSIG follows the thread that started a child
@@ -361,24 +401,31 @@ class Verifier:
             self.pool.submit(self._warm_up)
 
     def _own_worker(self):
-        self.local.worker = Worker()
+        self.local.worker = Worker(self.script)
         self.workers.append(self.local.worker)
 
     def _warm_up(self):
         if self.local.worker.process is None:
-            self.local.worker.start()
+            self.local.worker.launch()
 
-    def _grade(self, response, label, think):
-        return self.local.worker.grade(response, label, think, self.timeout_s)
+    def _grade(self, response, label, think, kind):
+        seconds = self.seconds(label, kind)
+        return self.local.worker.grade(response, label, think, kind, seconds)
 
-    def submit(self, response, label, think="auto") -> Future:
+    def seconds(self, label, kind):
+        """The time limit of one pair."""
+        return self.timeout_s
+
+    def submit(self, response, label, think="auto", kind="math") -> Future:
         """Start to grade a response; `.result()` of the future is its Verdict."""
         check_think(think)
-        return self.pool.submit(self._grade, response, label, think)
+        if kind not in self.kinds:
+            raise ValueError(f"this pool grades {', '.join(self.kinds)}, not {kind!r}")
+        return self.pool.submit(self._grade, response, label, think, kind)
 
-    def score(self, pairs, think="auto"):
+    def score(self, pairs, think="auto", kind="math"):
         """Grade (response, label) pairs -> list of Verdict in the same order."""
-        futures = [self.submit(response, label, think) for response, label in pairs]
+        futures = [self.submit(response, label, think, kind) for response, label in pairs]
         return [future.result() for future in futures]
 
     def close(self):
@@ -439,8 +486,11 @@ def label_kind(label):
 
 def audit(path):
     """Print what the labels of a file will do; 1 if one of them can never be matched."""
-    rows, found = read_jsonl(path, ("label", "answer")), collections.defaultdict(list)
+    rows, found = read_jsonl(path, ("label", "answer", "verifier")), collections.defaultdict(list)
     for row in rows:
+        if row.get("verifier", "math") != "math":
+            found[f"  {row['verifier']}: see `rewards.py --audit`"].append("")
+            continue
         label = row.get("label", row.get("answer"))
         kind, reading = label_kind(label)
         found[kind].append(label)

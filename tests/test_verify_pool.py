@@ -212,7 +212,7 @@ def test_the_alarm_of_the_worker_ends_a_hang_without_the_parent(sick):
         [sys.executable, str(sick)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b"ready\n"
-    process.stdin.write(json.dumps(["", "hang", "auto", 0.3]).encode() + b"\n")
+    process.stdin.write(json.dumps(["", "hang", "auto", "math", 0.3]).encode() + b"\n")
     process.stdin.flush()
     assert process.wait(timeout=10) == -signal.SIGALRM
 
