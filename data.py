@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from distributed import print0
+from rewards import check_label
 from verify import extract
 
 
@@ -31,6 +32,7 @@ class Problem:
     prompt: str  # as the model sees it, after the chat template
     prompt_ids: list[int]
     label: str
+    verifier: str = "math"  # kind of problem: a key of rewards.VERIFIERS
 
 
 @dataclass
@@ -48,8 +50,10 @@ class Rollout:
     weight_versions: list[int] = field(default_factory=list)  # policy updates behind each token
     finish_reason: str = "abort"  # until it is "stop" or "length"
     text: str = ""
-    reward: float = 0.0  # raw: 1 right, 0 wrong
+    reward: float = 0.0  # raw: the verifier's score, or what --reward puts in its place
+    correct: float = 0.0  # the verifier's score: 1 right, 0 wrong
     reason: str = ""  # the verifier's
+    answer: str | None = None  # text of the graded box
     overlong_penalty: float = 0.0
 
     @property
@@ -236,8 +240,9 @@ def load_problems(
     """(problems, number dropped because the prompt is longer than `max_prompt_tokens`).
 
     Columns that are not named are found by PROMPT_COLUMNS and LABEL_COLUMNS, from the first row.
-    Raises ValueError naming file and line for a row without prompt or label, and for a file that
-    leaves no problem.
+    The optional column `verifier` names the kind of a problem (rewards.py). Raises ValueError
+    naming file and line for a row without prompt or label or with a label that its verifier cannot
+    grade, and for a file that leaves no problem.
     """
     problems: list[Problem] = []
     dropped, id_key = 0, ""
@@ -250,12 +255,17 @@ def load_problems(
             label_key = label_key or find_column(row, LABEL_COLUMNS)
             if (prompt_key, label_key) != (PROMPT_COLUMNS[0], LABEL_COLUMNS[0]):
                 print0(f"{path}: prompts from column {prompt_key!r}, labels from {label_key!r}")
-        for name in (prompt_key, label_key):
+        kind = row.get("verifier") or "math"
+        for name in (prompt_key, *([label_key] if kind != "format" else [])):
             if row.get(name) in (None, "", []):
                 raise ValueError(
                     f"{where} has no {name!r}; every row needs a prompt and a label (columns: "
                     f"{', '.join(row)}; --prompt-key and --label-key choose)."
                 )
+        try:
+            label = check_label(kind, row.get(label_key))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}.") from error
         if not is_prompt(row[prompt_key]):
             raise ValueError(
                 f"{where}: {prompt_key!r} must be text, or a list of chat messages that each have "
@@ -269,8 +279,8 @@ def load_problems(
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
-        index, label = len(problems), final_answer(str(row[label_key]))
-        problems.append(Problem(str(row.get(id_key, index)), index, prompt, ids, label))
+        index, label = len(problems), final_answer(label) if kind == "math" else label
+        problems.append(Problem(str(row.get(id_key, index)), index, prompt, ids, label, kind))
     if not problems:
         why = (
             f"all {dropped} prompts are longer than --max-prompt-tokens"

@@ -1,0 +1,537 @@
+"""Verifiers beside the mathematical one and what a policy would try on each; mixes; controls."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_verify_pool import gone_within
+
+import rewards
+from data import load_problems, load_tokenizer
+
+code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no sandbox here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stop_sandbox():
+    yield
+    rewards._child.stop()
+
+
+# ---- choice and format
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("\\boxed{B}", "ok"),
+        ("<think>\\boxed{A}</think> so \\boxed{\\text{(b)}}", "ok"),
+        ("\\boxed{B.} or rather \\boxed{(B)}", "ok"),
+        ("\\boxed{A}", "wrong"),
+        ("\\boxed{A, B, C, D}", "wrong"),
+        ("\\boxed{A or B}", "wrong"),
+        ("\\boxed{AB}", "wrong"),
+        ("\\boxed{β}", "wrong"),
+        ("\\boxed{A} \\boxed{C} \\boxed{B}", "hedge"),
+        ("B", "no_box"),
+        ("<think>\\boxed{B}", "no_think_end"),
+        ("\\boxed{}", "empty"),
+    ],
+)
+def test_choice_takes_one_letter(response, reason):
+    verdict = rewards.choice(response, " b")
+    assert (verdict.reason, verdict.correct, verdict.score) == (
+        reason,
+        reason == "ok",
+        reason == "ok",
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "think", "reason"),
+    [
+        ("<think>a thought</think> so \\boxed{wrong answer}", "auto", "ok"),
+        ("a thought</think> so \\boxed{1}", "require", "ok"),
+        ("so \\boxed{1}", "none", "ok"),
+        ("so \\boxed{1}", "auto", "tags"),
+        ("so \\boxed{1}", "require", "tags"),
+        ("<think>a</think> \\boxed{1}", "none", "tags"),
+        ("<think></think> \\boxed{1}", "auto", "tags"),
+        ("<think> \n</think> \\boxed{1}", "auto", "tags"),
+        ("</think>a<think> \\boxed{1}", "auto", "tags"),
+        ("<think>a</think><think>b</think> \\boxed{1}", "auto", "tags"),
+        ("first, <think>a</think> \\boxed{1}", "auto", "tags"),
+        ("<think>a \\boxed{1}</think>", "auto", "no_box"),
+        ("<think>a</think> \\boxed{1} \\boxed{1}", "auto", "hedge"),
+        ("<think>a</think> \\boxed{\\boxed{1}}", "auto", "hedge"),
+        ("<think>a</think> \\boxed{ }", "auto", "empty"),
+        ("<think>a</think> \\boxed{1", "auto", "unbalanced"),
+    ],
+)
+def test_format_takes_one_thought_and_one_box(response, think, reason):
+    assert rewards.well_formed(response, "", think).reason == reason
+    assert rewards.has_format(response, think) == (reason == "ok")
+
+
+# ---- instruction
+
+LETTER = """# A note
+
+The SUN rose at 7.30, and 12 birds sang. Was it cold? It wasn't!
+
+- bread
+- milk and 3 eggs"""
+
+
+def grade_instruction(text, think="auto", **label):
+    return rewards.instruction(text, rewards.check_label("instruction", label), think)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("words", 21),
+        ("sentences", 3),
+        ("paragraphs", 3),
+        ("bullets", 2),
+        ("headings", 1),
+        ("capital_words", 1),
+        ("numbers", 3),
+    ],
+)
+def test_counts_equal_those_made_by_hand(name, count):
+    assert grade_instruction(LETTER, **{name: [count, count]}).correct
+    assert grade_instruction(LETTER, **{name: [count, None]}).correct
+    assert not grade_instruction(LETTER, **{name: [count + 1, None]}).correct
+    assert not grade_instruction(LETTER, **{name: [None, count - 1]}).correct
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "met"),
+    [
+        ({"include": {"sun": [1, 1]}}, LETTER, True),
+        ({"include": {"bird": [1, None]}}, LETTER, False),  # birds is another word
+        ({"characters": {",": [1, 1], "q": [None, 0]}}, LETTER, True),
+        ({"characters": {",": [None, 0]}}, LETTER, False),
+        ({"starts_with": "# a NOTE"}, LETTER, True),
+        ({"ends_with": "eggs"}, LETTER + "\n", True),
+        ({"ends_with": "milk"}, LETTER, False),
+        ({"letters": "lower"}, "all small, 7 of them", True),
+        ({"letters": "lower"}, LETTER, False),
+        ({"letters": "upper"}, "LOUD", True),
+        ({"json": True}, '```json\n{"a": [1]}\n```', True),
+        ({"json": True}, '{"a": [1]} as you asked', False),
+        ({"json": False}, LETTER, True),
+    ],
+)
+def test_constraints_on_texts(label, text, met):
+    verdict = grade_instruction(text, **label)
+    assert verdict.correct == met and verdict.reason == ("ok" if met else "unmet")
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "reason"),
+    [
+        ("", {"words": [None, 5]}, "empty"),
+        ("\u200b\u200d \n", {"characters": {"a": [None, 0]}}, "empty"),
+        ("...", {"characters": {"a": [None, 0]}}, "empty"),
+        ("<think>one two three</think>", {"words": [None, 5]}, "empty"),
+        ("<think>one two three</think> one", {"words": [3, 3]}, "unmet"),
+        ("<think>one two three", {"words": [1, None]}, "no_think_end"),
+        ("word " * 100, {"words": [100, 100]}, "filler"),
+        (LETTER + " ha ho hi" * 30, {"words": [100, None]}, "filler"),
+        ("a s\u200bun is a sun", {"include": {"sun": [None, 1]}}, "unmet"),
+        ("a \uff53un", {"include": {"sun": [None, 0]}}, "unmet"),
+        ("no comma\uff0c really", {"characters": {",": [None, 0]}}, "unmet"),
+        ("x " * 60_000, {"words": [1, None]}, "too_big"),
+    ],
+)
+def test_gaming_an_instruction_does_not_pay(text, label, reason):
+    assert grade_instruction(text, **label).reason == reason
+    assert grade_instruction(text, **label, score="fraction").score == 0
+
+
+def test_instruction_pays_parts_only_where_the_label_says_so():
+    wanted = {"words": [21, 21], "bullets": [5, None], "json": False, "numbers": [3, None]}
+    assert grade_instruction(LETTER, **wanted)[:2] == (False, "unmet")
+    assert grade_instruction(LETTER, **wanted).score == 0
+    assert grade_instruction(LETTER, **wanted, score="fraction").score == 0.75
+    del wanted["bullets"]
+    assert grade_instruction(LETTER, **wanted, score="fraction").score == 1
+
+
+def test_natural_text_is_no_filler():
+    assert not rewards.is_filler((rewards.__doc__ + rewards.sandbox.__doc__) * 3)
+
+
+# ---- code
+
+DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42"]}
+SUM = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+
+
+def grade_program(source, label=DOUBLE, **changes):
+    text = rewards.check_label("code", label | changes)
+    return rewards.program(f"<think>hm</think>\n```python\n{source}\n```\nDone.", text)
+
+
+@code
+@pytest.mark.parametrize(
+    ("source", "label", "reason"),
+    [
+        ("print(2 * int(input()))", DOUBLE, "ok"),
+        ("import sys\nfor x in sys.stdin: print(2 * int(x), ' \\n\\n')", DOUBLE, "ok"),
+        ("print(3 * int(input()))", DOUBLE, "wrong"),
+        ("print(1 / 0)", DOUBLE, "crash"),
+        ("print(2 * int(input()))\nimport sys\nsys.exit(1)", DOUBLE, "crash"),
+        ("print(2 * int(input()", DOUBLE, "crash"),
+        ("def add(a, b):\n    print('noise')\n    return a + b", SUM, "ok"),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", SUM, "ok"),
+        ("def add(a, b):\n    return a - b", SUM, "wrong"),
+        ("def add(a, b):\n    return str(a + b)", SUM, "wrong"),
+        (
+            "import threading\nrun = lambda: print(2 * int(input()))\n"
+            "threading.stack_size(1 << 26)\nthreading.Thread(target=run).start()",
+            DOUBLE,
+            "ok",
+        ),
+        ("import collections, heapq, math, numpy", DOUBLE, "crash"),
+    ],
+)
+def test_programs_are_judged_by_their_tests(source, label, reason):
+    verdict = grade_program(source, label)
+    assert (verdict.reason, verdict.correct) == (reason, reason == "ok")
+
+
+@code
+def test_all_or_nothing_and_fractions():
+    label = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "4", "4"], "seconds": 0.3}
+    assert grade_program("print(input())", label)[:2] == (False, "wrong")
+    assert grade_program("print(input())", label).score == 0
+    assert grade_program("print(input())", label, score="fraction").score == 0.75
+    slow = "x = input()\nprint(x)\nwhile x == '2': pass"
+    verdict = grade_program(slow, label, score="fraction")
+    assert (verdict.reason, verdict.score) == ("slow", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```python\na\n```", "a"),
+        ("```\na\n```", "a"),
+        ("```py\na\n```\nwhich prints\n```\n7\n```", "a"),
+        ("```python\na\n```\n```Python3 title=x\nb\nc\n```\n```text\nd\n```", "b\nc"),
+        ("  ```python\n  a\n  ```", "  a"),
+        ("```python\na", None),
+        ("```json\n{}\n```", None),
+        ("print(1)", None),
+        ("```python\n" * 100_000, None),
+    ],
+)
+def test_the_last_closed_python_block_is_the_program(text, found):
+    assert rewards.last_program(text) == found
+
+
+@code
+def test_thoughts_and_missing_programs_do_not_run():
+    label = json.dumps(DOUBLE)
+    program = "```python\nprint(2 * int(input()))\n```"
+    assert rewards.program(f"<think>{program}", label).reason == "no_think_end"
+    assert rewards.program(f"<think>{program}</think>", label).reason == "no_code"
+    assert rewards.program("```\n" + "#" * 70_000 + "\n```", label).reason == "too_big"
+
+
+@code
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+        "print('ok')\nprint('2 passed in 0.01s')",
+        'print(\'["ok", "2"]\')\nprint(\'[true, "ok", null, 1.0]\')',
+        # Every attempt to change what "equal" means changes it in the wrong process
+        "class Any(str):\n    __eq__ = lambda *a: True\n    __hash__ = str.__hash__\nprint(Any())",
+        "import builtins, json\njson.loads = builtins.str = lambda *a: 2\nprint('?')",
+        "import sys\nsys.modules['__main__'].attempt = lambda *a: ('ok', '2')\nprint('?')",
+        "import atexit, os\natexit.register(lambda: os._exit(0))",
+        "import sys\nsys.stdout.close()",
+        'import os\n[os.write(fd, b\'["ok", "2"]\\n\') for fd in (0, 1)]',
+        # Look for the expected output in this process
+        "import gc\nprint(*[o for o in gc.get_objects() if type(o) is dict and 'outputs' in o])",
+        "import sys\nf = sys._getframe()\nwhile f:\n    print(f.f_locals)\n    f = f.f_back",
+    ],
+)
+def test_success_cannot_be_faked(source):
+    assert not grade_program(source).correct
+    assert grade_program(source, score="fraction").score == 0
+    assert grade_program("print(2 * int(input()))").correct  # the next one is judged as ever
+
+
+@code
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nsys.exit(0)",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "class Any:\n    __eq__ = lambda *a: True\ndef add(a, b):\n    return Any()",
+        "class Any(int):\n    __eq__ = lambda *a: True\ndef add(a, b):\n    return Any(0)",
+        "import json\njson.dumps = lambda x: 'true'\ndef add(a, b):\n    return 0",
+        "def add(a, b):\n    return float('nan')",
+        "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    ],
+)
+def test_functions_cannot_fake_it_either(source):
+    assert not grade_program(source, SUM).correct
+    assert grade_program("def add(a, b):\n    return a + b", SUM).correct
+
+
+# What would be possible in an ordinary process; `{path}` holds the expected outputs
+BREAKOUTS = {
+    "read a file": "open({path!r}).read()",
+    "read the memory of the parent": "open(f'/proc/{{os.getppid()}}/maps').read()",
+    "list a directory": "os.listdir('/')",
+    "write here": "open('x', 'w').write('x')",
+    "start a process": "os.fork() or os._exit(0)",
+    "run a command": "import subprocess\n subprocess.run(['true'], check=True)",
+    "leave a process behind": "os.posix_spawn('/bin/sleep', ['sleep', '0'], {{}})",
+    "signal the parent": "os.kill(os.getppid(), 0)",
+    "leave the process group": "os.setpgid(0, 0)",
+    "a socket": "import _socket\n _socket.socket()",
+    "a socket by ctypes": "import ctypes\n ok = ctypes.CDLL(None).socket(2, 1, 0) >= 0\n"
+    " if not ok: raise OSError",
+    "lift a limit": "import resource\n resource.setrlimit(resource.RLIMIT_CPU, (9, 9))",
+    "trace": "import ctypes\n ok = ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0\n"
+    " if not ok: raise OSError",
+    "rewrite memory": "open('/proc/self/mem', 'rb').close()",
+}
+
+
+@code
+@pytest.mark.parametrize("name", BREAKOUTS)
+def test_a_program_cannot_leave_its_process(name, tmp_path):
+    secret = tmp_path / "tests.json"
+    secret.write_text(json.dumps(DOUBLE))
+    attempt = BREAKOUTS[name].format(path=str(secret))
+    source = (
+        f"import os\ntry:\n {attempt}\nexcept (OSError, ImportError, ValueError): word = 'shut'\n"
+    )
+    source += "else: word = 'open'\nprint(word, input())"
+    plain = [sys.executable, "-c", source]
+    out = subprocess.run(plain, input="1", capture_output=True, text=True, cwd=tmp_path)
+    assert out.stdout == "open 1\n", out.stderr  # the attempt itself is a good one
+    label = {"inputs": ["1", "2"], "outputs": ["shut 1", "shut 2"]}
+    assert grade_program(source, label).reason == "ok"
+
+
+def session(pid):
+    """Pids of the session that a process leads."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == pid:
+                found.add(int(stat.parent.name))
+    return found
+
+
+@code
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("while True: pass", "slow"),
+        ("import time\ntime.sleep(1000)", "slow"),
+        (
+            "import threading\ndef f():\n while True: pass\nthreading.Thread(target=f).start()",
+            "slow",
+        ),
+        ("import signal\nsignal.signal(signal.SIGXCPU, lambda *a: 0)\nwhile True: pass", "slow"),
+        ("x = bytearray(3 << 30)", "crash"),
+        ("while True: print('x' * 1000)", "crash"),
+        ("import threading\nwhile True: threading.Thread(target=input, daemon=True).start()", None),
+        ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
+    ],
+)
+def test_resources_are_bounded_and_nothing_survives(source, reason):
+    assert grade_program("print(2 * int(input()))").correct
+    launcher, start = rewards._child.process.pid, time.monotonic()
+    verdict = grade_program(source, seconds=0.3)
+    assert not verdict.correct and reason in (verdict.reason, None)
+    assert time.monotonic() - start < 4  # at most 1 s, and more on a busy machine
+    assert session(launcher) == {launcher}
+    assert grade_program("print(2 * int(input()))").correct
+
+
+@code
+def test_a_verdict_on_chance_does_not_change_on_repetition():
+    source = (
+        "import random\nprint({str(i) for i in range(50)}, random.random(), hash('a'), input())"
+    )
+    rewards._child.stop()
+    seen = []
+    for _ in range(2):
+        if rewards._child.process is None:
+            assert grade_program("print(2 * int(input()))").correct
+        seen.append(rewards.run_test(source, None, "1", 2))
+        rewards._child.stop()
+    assert seen[0] == seen[1] and seen[0][0] == "ok"
+
+
+@code
+def test_a_dead_launcher_costs_one_verdict():
+    assert grade_program("print(2 * int(input()))").correct
+    os.kill(rewards._child.process.pid, signal.SIGKILL)
+    with pytest.raises((EOFError, BrokenPipeError, ConnectionResetError)):
+        grade_program("print(2 * int(input()))")
+    assert grade_program("print(2 * int(input()))").correct
+
+
+# ---- the pool
+
+
+@code
+def test_forty_threads_grade_every_kind():
+    double = f"```python\n{'print(2 * int(input()))'}\n```"
+    kinds = [
+        ("math", "\\boxed{0.5}", "1/2", "auto"),
+        ("choice", "\\boxed{(c)}", "C", "auto"),
+        ("format", "a</think>\\boxed{?}", "", "require"),
+        ("instruction", "one two", '{"words": [2, 2]}', "auto"),
+        ("code", double, json.dumps(DOUBLE), "auto"),
+        ("code", double.replace("2", "3"), json.dumps(DOUBLE), "auto"),
+    ]
+    results = {}
+    with rewards.Verifier(num_workers=2, timeout_s=10) as verifier:
+        with pytest.raises(ValueError, match="not 'poetry'"):
+            verifier.submit("", "", kind="poetry")
+
+        def work(k):
+            kind, response, label, think = kinds[k % 6]
+            results[k] = verifier.submit(response, label, think, kind).result()
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(40)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    for k in range(40):
+        kind, response, label, think = kinds[k % 6]
+        assert results[k] == rewards.VERIFIERS[kind](response, label, think)
+        assert results[k].correct == (k % 6 < 5)
+
+
+def descendants(pid):
+    """Pids of all living processes below a process."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+@code
+def test_killing_a_worker_kills_the_program_it_judges():
+    endless = "```python\nwhile True: pass\n```"
+    with rewards.Verifier(num_workers=1, timeout_s=5) as verifier:
+        assert verifier.submit("\\boxed{1}", "1").result().correct
+        (worker,) = verifier.workers
+        pending = verifier.submit(endless, json.dumps(DOUBLE | {"seconds": 30}), kind="code")
+        pids, end = set(), time.monotonic() + 10
+        while len(pids) < 2 and time.monotonic() < end:  # the launcher and the program
+            time.sleep(0.05)
+            pids = descendants(worker.process.pid)
+        assert len(pids) == 2
+        os.kill(worker.process.pid, signal.SIGKILL)
+        assert pending.result().reason == "died"
+        assert all(gone_within(pid, 5) for pid in pids)
+        assert verifier.submit(endless, json.dumps(DOUBLE | {"seconds": 1}), kind="code").result()[
+            :2
+        ] == (False, "slow")
+        pids = descendants(os.getpid())
+    assert all(gone_within(pid, 5) for pid in pids - {getattr(rewards._child.process, "pid", 0)})
+
+
+# ---- labels
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "words"),
+    [
+        ("poetry", "1", ["'poetry'", "instruction"]),
+        ("math", "", ["label"]),
+        ("choice", "AB", ["one letter", "'AB'"]),
+        ("choice", 3, ["one letter"]),
+        ("instruction", "{no json", ["JSON object"]),
+        ("instruction", {"score": "all"}, ["at least one constraint"]),
+        ("instruction", {"rhymes": [1, 2]}, ["'rhymes'", "words"]),
+        ("instruction", {"words": 5}, ["words", "[least, most]"]),
+        ("instruction", {"words": [5, 2]}, ["words"]),
+        ("instruction", {"words": [None, None]}, ["words"]),
+        ("instruction", {"include": {"sun": 1}}, ["include 'sun'"]),
+        ("instruction", {"include": ["sun"]}, ["include"]),
+        ("instruction", {"letters": "small"}, ["upper or lower"]),
+        ("instruction", {"json": 1}, ["true or false"]),
+        ("instruction", {"starts_with": ""}, ["starts_with"]),
+        ("instruction", {"words": [1, 2], "score": 0.5}, ["`score`"]),
+        ("code", {"inputs": ["1"]}, ["`inputs` and `outputs`"]),
+        ("code", {"inputs": ["1"], "outputs": ["1", "2"]}, ["same length"]),
+        ("code", DOUBLE | {"timeout": 3}, ["timeout"]),
+        ("code", DOUBLE | {"seconds": 100}, ["`seconds`", "30"]),
+        ("code", {"inputs": ["1", 2], "outputs": ["1", "2"]}, ["texts"]),
+        ("code", {"inputs": ["1", "2"], "outputs": ["1", " "]}, ["nothing"]),
+        ("code", {"inputs": ["1", "2"], "outputs": ["1", "1\n"]}, ["constant"]),
+        ("code", SUM | {"inputs": [1, 2]}, ["list of arguments"]),
+        ("code", SUM | {"fn_name": "a b"}, ["`fn_name`"]),
+    ],
+)
+@code
+def test_malformed_labels_are_named_with_file_and_line(
+    kind, label, words, tmp_path, random_tiny_model
+):
+    rows = [{"prompt": "1", "label": "1"}, {"prompt": "1", "label": label, "verifier": kind}]
+    file = tmp_path / "bad.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as error:
+        load_problems(str(file), load_tokenizer(random_tiny_model), 100)
+    assert all(word in str(error.value) for word in ["bad.jsonl:2", *words]), error.value
+    assert "\n" not in str(error.value)
+
+
+@code
+def test_rows_choose_their_verifier(tmp_path, random_tiny_model, capsys):
+    rows = [
+        {"prompt": "1", "label": 7},
+        {"prompt": "2", "verifier": "format"},
+        {"prompt": "3", "label": "B", "verifier": "choice"},
+        {"prompt": "4", "label": DOUBLE, "verifier": "code"},
+        {"prompt": "5", "label": json.dumps({"words": [1, None]}), "verifier": "instruction"},
+    ]
+    file = tmp_path / "good.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems, _ = load_problems(str(file), load_tokenizer(random_tiny_model), 100)
+    kinds = [problem.verifier for problem in problems]
+    assert kinds == ["math", "format", "choice", "code", "instruction"]
+    assert [p.label for p in problems[:3]] == ["7", "", "B"]
+    assert json.loads(problems[3].label) == DOUBLE
+    assert rewards.main(["--audit", str(file)]) == 0
+    assert "5 lines" in capsys.readouterr().out
+    file.write_text(json.dumps(rows[2] | {"label": "BC"}) + "\n")
+    assert rewards.main(["--audit", str(file)]) == 1
+    assert "row 1: the label of a choice" in capsys.readouterr().out
+
+
+@code
+def test_the_command_line_says_what_a_verdict_means(capsys):
+    assert rewards.main(["choice", "\\boxed{C}", "C"]) == 0
+    assert rewards.main(["instruction", "a b", '{"words": [1, 1], "json": false}']) == 1
+    out = capsys.readouterr().out
+    assert "right, score 1 (ok)" in out and "wrong, score 0 (unmet): a constraint" in out
+    with pytest.raises(SystemExit, match="one letter"):
+        rewards.main(["choice", "\\boxed{C}", "CD"])
