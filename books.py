@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 import distributed
-from config import ROOT, Config
+from config import ROOT, Config, reward_weights
 from data import Batch, Rollout
 from distributed import print0
+from rewards import has_format
 from rollout import Collected, has_signal
+from verify import UNDECIDED
 
 
 class Sums:
@@ -121,6 +123,7 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "all_right_share": signal["solve_all"],
         "all_wrong_share": signal["solve_none"],
         "reward_mean": mean([r.reward for r in ended]),
+        "correct_mean": mean([r.correct for r in ended]),
         "kept_reward_mean": mean([r.reward for r in kept]),
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
         "response_length_max": max((len(r.response_ids) for r in ended), default=0),
@@ -130,6 +133,9 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
     }
+    if "format" in reward_weights(config.reward_mix):
+        metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])
+    metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
@@ -192,6 +198,7 @@ def sample_row(step: int, r: Rollout, kept: bool) -> dict:
         "response_ids": r.response_ids,
         "rollout_logprobs": r.rollout_logprobs,
         "reward": r.reward,
+        "correct": r.correct,
         "overlong_penalty": r.overlong_penalty,
         "reason": r.reason,
         "finish_reason": r.finish_reason,
@@ -293,8 +300,43 @@ def open_reporter(
     return lambda step, metrics: run.log({"step": step} | finite(metrics))
 
 
-def alarms(step: int, critic_steps: int, config: Config, metrics: dict[str, float]) -> None:
-    """One loud line for each way a run can be dead while its logs look alive."""
+def history(file: Path, key: str) -> list[float]:
+    """The values of one metric in the steps so far, for a run that is resumed."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    values = [json.loads(line).get(key) for line in lines]
+    return [value for value in values if value is not None]
+
+
+def undecided_alarm(share: float, responses: int, earlier: list[float]) -> str | None:
+    """A sentence if the verifier leaves many responses undecided, or more than earlier in the run.
+
+    More: above the mean of at least five earlier steps by 2 points and three standard errors.
+    """
+    usual = statistics.mean(earlier) if len(earlier) >= 5 else 1.0
+    error = math.sqrt(usual * (1 - usual) / max(responses, 1))
+    risen = share > usual + 0.02 + 3 * error
+    if not risen and not share > 0.2:
+        return None
+    before = f", up from {usual:.1%} on average before" if risen else ""
+    return (
+        f"the verifier could not decide {share:.1%} of the responses ({', '.join(UNDECIDED)})"
+        f"{before}; they count as wrong. Sort rollouts.jsonl by `reason`, and explain one by "
+        "`python verify.py RESPONSE LABEL`: either the labels cannot be read (--audit) or the "
+        "policy has learnt to write what cannot be graded."
+    )
+
+
+def alarms(
+    step: int,
+    critic_steps: int,
+    config: Config,
+    metrics: dict[str, float],
+    undecided: list[float],
+) -> None:
+    """One loud line for each way a run can be dead while its logs look alive.
+
+    undecided: the run's rollout/undecided_share so far, to which that of this step is added.
+    """
     say = lambda sentence: print0(f"WARNING step {step}: {sentence}", file=sys.stderr)
     if not metrics["rollout/groups_kept"]:
         say(
@@ -303,10 +345,16 @@ def alarms(step: int, critic_steps: int, config: Config, metrics: dict[str, floa
             f"({metrics['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
             "another difficulty, a larger --group-size or more --max-refills."
         )
-    undecided = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
-    if undecided > 0.01:
+    share = metrics["rollout/undecided_share"]
+    responses = metrics["rollout/groups_finished"] * config.group_size
+    if sentence := undecided_alarm(share, responses, undecided):
+        say(sentence)
+    if not math.isnan(share):
+        undecided.append(share)
+    given_up = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
+    if given_up > 0.01:
         say(
-            f"the verifier gave up on {undecided:.0%} of the responses, which counts as wrong. "
+            f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
             "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
         )
     if metrics["rollout/truncated_share"] == 1:

@@ -11,6 +11,7 @@ recipes/justrl2-minicpm5-2b-128k.yaml.
 import argparse
 import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -73,6 +74,8 @@ class Config:
     partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")
 
     # Reward
+    reward: str = _f("correct", "correct: the verifier's; controls that ignore the label: random (a fair coin), format_only, majority (of the group's answers)")
+    reward_mix: str = _f("correct", "what actor and critic see, as weights that sum to 1: '0.9 correct + 0.1 format'; groups are kept by the raw reward alone")
     overlong_buffer_tokens: int = _f(0, "the reward falls linearly over the last tokens of the budget; 0: off")
     overlong_penalty_factor: float = _f(1.0, "largest overlong penalty (reward units)")
     overlong_injection_alpha: float | None = _f(None, "put the overlong penalty into the advantages with lambda 1 - 1/(alpha L) instead of the reward (paper's arm: 0.1); unset: in the reward")
@@ -186,6 +189,7 @@ class Config:
         c = self.dual_clip
         _require(c is None or c > 1, "dual_clip", f"is {c}; it must be above 1, or unset")
         _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
+        reward_weights(self.reward_mix)
 
     def _check_consistency(self, row: Any) -> None:
         """Fields that cannot go together."""
@@ -234,6 +238,11 @@ class Config:
             "resumes what over-sampling aborts; set --over-sampling above 1 as well",
         )
         _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
+        _require(
+            self.reward == "correct" or reward_weights(self.reward_mix) == {"correct": 1.0},
+            "reward_mix",
+            f"mixes correctness; with the control --reward {self.reward} it must be left out",
+        )
 
 
 POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens
@@ -246,7 +255,9 @@ NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_on
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.
-FIXED_ON_RESUME = "algorithm model data prompt_key label_key prompt_suffix seed group_size".split()
+FIXED_ON_RESUME = (
+    "algorithm model data prompt_key label_key prompt_suffix seed group_size reward".split()
+)
 # What a field left at None is in every row that does not say otherwise.
 COMMON = {
     "group_size": 8,
@@ -279,12 +290,31 @@ CHOICES = {
     "entropy_control": ("none", "clip_cov", "kl_cov"),
     "kl_estimator": ("k1", "k2", "k3", "k3_is"),
     "report_to": ("none", "tensorboard", "wandb"),
+    "reward": ("correct", "random", "format_only", "majority"),
 }
 
 
 def _require(condition: bool, name: str, sentence: str) -> None:
     if not condition:
         raise ConfigError(f"--{name.replace('_', '-')} {sentence}.")
+
+
+def reward_weights(mix: str) -> dict[str, float]:
+    """{"correct": 0.9, "format": 0.1} for "0.9 correct + 0.1 format"; ConfigError if it is not so."""
+    weights: dict[str, float] = {}
+    for term in mix.split("+"):
+        match = re.fullmatch(r"\s*(?:(\d*\.?\d+)\s*\*?\s*)?(correct|format)\s*", term)
+        _require(
+            match is not None and match[2] not in weights,
+            "reward_mix",
+            f"{mix!r} is not a sum like '0.9 correct + 0.1 format'; its terms are correct and format",
+        )
+        weights[match[2]] = float(match[1] or 1)
+    total = sum(weights.values())
+    _require(
+        abs(total - 1) < 1e-9, "reward_mix", f"{mix!r} has weights that sum to {total:g}, not 1"
+    )
+    return weights
 
 
 def read_recipe(path: str) -> dict[str, Any]:

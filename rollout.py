@@ -19,6 +19,7 @@ from tqdm import tqdm
 import distributed
 from data import DataOrder, Problem, Rollout
 from model import KVCache, Transformer
+from rewards import has_format
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -203,10 +204,10 @@ class Sampler:
 
 
 class Grader(Protocol):
-    """What grading needs of `verify.Verifier`."""
+    """What grading needs of `rewards.Verifier`."""
 
-    def submit(self, response: str, label: str, think: str = "auto") -> Any:
-        """A future of a verdict with .correct and .reason."""
+    def submit(self, response: str, label: str, think: str = "auto", kind: str = "math") -> Any:
+        """A future of a `verify.Verdict`."""
 
 
 @dataclass
@@ -223,12 +224,49 @@ class Group:
     def grade(self) -> None:
         """Wait for the verdicts of all finished members and write their rewards."""
         for j, future in self.verdicts.items():
-            verdict = future.result()
-            self.rollouts[j].reward, self.rollouts[j].reason = (
-                float(verdict.correct),
-                verdict.reason,
-            )
+            verdict, r = future.result(), self.rollouts[j]
+            r.reward = r.correct = verdict.score
+            r.reason, r.answer = verdict.reason, verdict.answer
         self.verdicts.clear()
+
+
+def majority_rewards(group: Sequence[Rollout], grader: Grader, think: str) -> list[float]:
+    """1 for every response whose answer equals the group's most frequent one; the label is not used
+    (TTRL 2504.16084).
+
+    Equality is the verifier's. A response that would be wrong against its own answer (two boxes
+    that differ, an unfinished thought) has no vote and no reward. Of several most frequent answers
+    the one of the lowest sample index wins; when all differ, that is the first.
+    """
+    ask = lambda r, response, label, tags: grader.submit(response, label, tags, r.problem.verifier)
+    own = [ask(r, r.text, r.answer, think) if r.answer else None for r in group]
+    answers = [
+        r.answer if verdict and verdict.result().correct else None
+        for r, verdict in zip(group, own, strict=True)
+    ]
+    distinct = list(dict.fromkeys(a for a in answers if a is not None))
+    pending = {
+        (a, b): ask(group[0], f"\\boxed{{{a}}}", b, "none") for a in distinct for b in distinct
+    }
+    equal = {pair for pair, verdict in pending.items() if verdict.result().correct}
+    votes = {b: sum((a, b) in equal for a in answers) for b in distinct}
+    winner = max(distinct, key=votes.get, default=None)  # the first of equals
+    return [float((a, winner) in equal) for a in answers]
+
+
+def control_rewards(kind: str, group: Sequence[Rollout], grader: Grader, think: str) -> None:
+    """Put a reward that ignores the label in the place of the verifier's, in place (--reward).
+
+    random is a fair coin of each response's own key, hence of (seed, step, draw, sample) alone.
+    """
+    if kind == "random":  # tokens use the counters from 1 up, the coin the key itself
+        values = [float(mix(r.key & MASK64) >> 63) for r in group]
+    elif kind == "format_only":
+        values = [has_format(r.text, think) for r in group]
+    else:
+        values = majority_rewards(group, grader, think)
+    for r, value in zip(group, values, strict=True):
+        r.reward = value
 
 
 def has_signal(rewards: Iterable[float]) -> bool:
@@ -257,11 +295,12 @@ def sample_groups(
     max_new_tokens: int,
     temperature: float,
     think: str,
+    reward: str = "correct",
     enough: Callable[[list[list[Rollout]]], bool] = lambda finished: False,
     progress: tqdm | None = None,
 ) -> None:
     """Finish and grade groups in place. Once `enough(finished groups so far)` is true the rest is
-    aborted.
+    aborted. `reward` other than "correct" is a control, see `control_rewards`.
 
     A response is graded by the verifier's workers while others decode.
     """
@@ -270,10 +309,15 @@ def sample_groups(
 
     def on_finish(r: Rollout) -> bool:
         group = tracked[r.group]
-        group.verdicts[r.sample_index] = grader.submit(r.text, r.problem.label, think)
+        problem = r.problem
+        group.verdicts[r.sample_index] = grader.submit(
+            r.text, problem.label, think, problem.verifier
+        )
         if not group.finished:
             return False
         group.grade()
+        if reward != "correct":
+            control_rewards(reward, group.rollouts, grader, think)
         finished.append(group.rollouts)
         if progress is not None:
             progress.update()
@@ -339,6 +383,7 @@ def collect(
             max_new_tokens=config.max_response_tokens,
             temperature=config.temperature,
             think=config.think,
+            reward=config.reward,
             enough=lambda finished, share=share: sum(map(keep, finished)) >= share,
             progress=progress,
         )

@@ -3,7 +3,7 @@
 One step, in the order of the method:
 
     1 collect   sample groups, verify, keep those with signal          rollout.collect
-    2 shape     actor reward = raw + overlong penalty; critic: raw     shape_rewards
+    2 shape     actor reward = mix + overlong penalty; critic: mix     shape_rewards
     3 pack      micro-batches without padding                          data.partition, data.pack
     4 value     V of every token, before the critic moves              score_critic
     5 advantage by the algorithm; whitening is a step of its own       compute_advantages
@@ -36,7 +36,7 @@ import books
 import distributed
 import losses
 import rollout
-from config import ROOT, Config, ConfigError, parse
+from config import ROOT, Config, ConfigError, parse, reward_weights
 from data import (
     Batch,
     DataOrder,
@@ -53,8 +53,8 @@ from data import (
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
+from rewards import Verifier, has_format
 from scores import pass_at_k
-from verify import Verifier
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OBJECTIVE_OPTIONS = (
@@ -122,6 +122,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"{config.max_prompt_tokens} tokens"
         )
     config.think = think_mode(config.think, problems)
+    if config.reward == "majority" and {p.verifier for p in problems} - {"math", "choice"}:
+        raise ConfigError("--reward majority compares answers: math and choice problems have one.")
     folder = open_run_directory(config)
     checkpoint = newest_checkpoint(folder) if config.resume else None
 
@@ -348,13 +350,24 @@ def overlong_penalties(batch: Batch) -> Tensor:
     return torch.tensor(noted, dtype=torch.float64, device=batch.rewards.device)
 
 
+def mixed_rewards(batch: Batch, config: Config) -> Tensor:
+    """(N,) float64: the weighted sum of --reward-mix, by default the raw reward itself."""
+    weights = reward_weights(config.reward_mix)
+    mixed = weights.get("correct", 0.0) * batch.rewards.double()
+    if "format" in weights:
+        formed = [has_format(r.text, config.think) for r in batch.rollouts]
+        mixed = mixed + weights["format"] * mixed.new_tensor(formed)
+    return mixed
+
+
 def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """(actor, critic) rewards on the last token of each response, (N, T).
 
-    Critic: the raw reward. Actor: raw + length reward + overlong penalty, unless the penalty is
-    injected into the advantages later.
+    Critic: the mixed reward. Actor: mixed + length reward + overlong penalty, unless the penalty
+    is injected into the advantages later.
     """
-    actor = batch.rewards.double()
+    mixed = mixed_rewards(batch, config)
+    actor = mixed
     if config.overlong_injection_alpha is None:
         actor = actor + overlong_penalties(batch)
     if config.length_reward_weight:
@@ -367,7 +380,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
             min_longest=config.length_reward_min_longest,
         )
     on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
-    return on_last(actor), on_last(batch.rewards)
+    return on_last(actor), on_last(mixed)
 
 
 def micro_batches(
@@ -607,8 +620,8 @@ def check_finite(
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature: mean raw reward over all samples of all
-    problems.
+    """Held-out accuracy at the training temperature: the verifier's mean score over all samples of
+    all problems, whatever --reward trains on.
     """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
@@ -623,10 +636,10 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     )
     ended = [r for group in groups for r in group]
     sizes = [2**i for i in range(config.eval_samples.bit_length()) if 2**i <= config.eval_samples]
-    right = [round(sum(r.reward for r in group)) for group in groups]
+    right = [sum(r.correct == 1 for r in group) for group in groups]
     chance = lambda k: sum(pass_at_k(config.eval_samples, c, k) for c in right) / len(right)
     return {
-        "eval/accuracy": sum(r.reward for r in ended) / len(ended),
+        "eval/accuracy": sum(r.correct for r in ended) / len(ended),
         **{f"eval/pass_at_{k}": chance(k) for k in sizes},
         "eval/response_length_mean": sum(len(r.response_ids) for r in ended) / len(ended),
         "eval/truncated_share": sum(r.finish_reason == "length" for r in ended) / len(ended),
@@ -644,6 +657,7 @@ def train(config: Config, device: torch.device) -> Path:
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
         books.forget_after(run.folder / name, state.step)
+    undecided = books.history(metrics_file, "rollout/undecided_share")
     with run.grader, stop_after_step(state):
         if state.step >= config.steps:
             print0(
@@ -675,7 +689,7 @@ def train(config: Config, device: torch.device) -> Path:
                 progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()
             empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
-            books.alarms(state.step, state.critic_steps, config, metrics)
+            books.alarms(state.step, state.critic_steps, config, metrics, undecided)
             if last or (config.save_every and state.step % config.save_every == 0):
                 save_checkpoint(run, state)
             if empty_steps == 3:

@@ -8,15 +8,29 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from test_train import HashGrader, metrics, same, weights
+from test_train import run as train_run
 from test_verify_pool import gone_within
 
+import books
 import rewards
-from data import load_problems, load_tokenizer
+import rollout
+import train
+from config import Config, ConfigError, reward_weights
+from data import Problem, Rollout, load_problems, load_tokenizer, to_batch
+from losses import ALGORITHMS
+from verify import Verdict
 
 code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no sandbox here")
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -535,3 +549,217 @@ def test_the_command_line_says_what_a_verdict_means(capsys):
     assert "right, score 1 (ok)" in out and "wrong, score 0 (unmet): a constraint" in out
     with pytest.raises(SystemExit, match="one letter"):
         rewards.main(["choice", "\\boxed{C}", "CD"])
+
+
+# ---- mixes
+
+
+def test_a_mix_is_parsed_or_refused_in_one_sentence():
+    assert reward_weights("correct") == {"correct": 1.0}
+    assert reward_weights("0.9 correct + 0.1 format") == {"correct": 0.9, "format": 0.1}
+    assert reward_weights(".25*format+0.75*correct") == {"correct": 0.75, "format": 0.25}
+    for mix, words in {
+        "0.9 correct": "sum to 0.9",
+        "correct + format": "sum to 2",
+        "0.5 correct + 0.5 correct": "terms are",
+        "0.9 correct - 0.1 format": "terms are",
+        "0.9 correct + 0.1 style": "terms are",
+        "": "terms are",
+    }.items():
+        with pytest.raises(ConfigError, match=words) as error:
+            Config(reward_mix=mix).resolved(ALGORITHMS)
+        assert "--reward-mix" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="--reward random"):
+        mix = "0.9 correct + 0.1 format"
+        Config(reward="random", reward_mix=mix).resolved(ALGORITHMS)
+    with pytest.raises(ConfigError, match="--reward "):
+        Config(reward="best").resolved(ALGORITHMS)
+
+
+def response(text, reward=0.0, j=0, group=0, label="1", kind="math", answer=None):
+    problem = Problem("p", 0, "", [5], label, kind)
+    key = rollout.response_key(0, 0, group, j)
+    return Rollout(
+        problem, group, j, key, [5] * (j + 2), [-1.0] * (j + 2), [0] * (j + 2), "stop", text,
+        reward=reward, correct=reward, answer=answer,
+    )  # fmt: skip
+
+
+def test_a_mix_reaches_actor_and_critic_and_not_the_filter():
+    good, bad = "<think>a</think>\\boxed{1}", "\\boxed{1}"
+    group = [response(text, reward, j) for j, (text, reward) in enumerate(
+        [(good, 1.0), (bad, 1.0), (good, 0.0), (bad, 0.0)])]  # fmt: skip
+    batch = to_batch(group)
+    config = Config(reward_mix="0.9 correct + 0.1 format").resolved(ALGORITHMS)
+    actor, critic = train.shape_rewards(batch, config)
+    expected = [1.0, 0.9, 0.1, 0.0]
+    assert actor.sum(1).tolist() == pytest.approx(expected)
+    assert critic.sum(1).tolist() == pytest.approx(expected)
+    assert batch.rewards.tolist() == [1, 1, 0, 0]  # what groups were kept by, and the critic audit
+    flat = [response(text, 0.0, j) for j, text in enumerate([good, bad])]
+    assert not rollout.has_signal(r.reward for r in flat)
+
+
+# ---- controls
+
+
+class Direct:
+    """Grades in process, by the real verifiers."""
+
+    def __init__(self, **_):
+        self.labels = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, response, label, think="auto", kind="math"):
+        self.labels.append(label)
+        future = Future()
+        future.set_result(rewards.VERIFIERS[kind](response, label, think))
+        return future
+
+
+def majority(*boxes, kind="math"):
+    grader, group = Direct(), []
+    for j, text in enumerate(boxes):
+        found = rewards.verify.extract(text)
+        group.append(response(text, 0.0, j, label="the truth", kind=kind, answer=found.answer))
+    rewarded = rollout.majority_rewards(group, grader, "auto")
+    assert "the truth" not in grader.labels
+    return rewarded
+
+
+def test_majority_pays_the_most_frequent_answer_by_value():
+    box = lambda x: f"\\boxed{{{x}}}"
+    assert majority(box("3"), box("1/2"), box("0.5"), box("\\frac{1}{2}")) == [0, 1, 1, 1]
+    assert majority(box("3"), box("4"), box("4"), box("3")) == [1, 0, 0, 1]  # a tie: sample 0 wins
+    assert majority(box("7"), box("8"), box("9")) == [1, 0, 0]
+    assert majority("no answer", "\\boxed{5", "") == [0, 0, 0]
+    assert majority(box("5"), box("6") + box("5"), box("6")) == [1, 0, 0]  # no vote for a hedge
+    assert majority("<think>" + box("5"), "<think>" + box("5"), box("6")) == [0, 0, 1]
+    assert majority(box("B"), box("(b)"), box("A"), kind="choice") == [1, 1, 0]
+
+
+def test_the_coin_is_fair_and_depends_on_the_key_alone():
+    def coins(group):
+        rollout.control_rewards("random", group, None, "auto")
+        return [r.reward for r in group]
+
+    groups = [[response("", 1.0, j, group=g) for j in range(8)] for g in range(500)]
+    flips = [coins(group) for group in groups]
+    heads = sum(map(sum, flips))
+    assert {x for group in flips for x in group} == {0.0, 1.0}
+    assert abs(heads - 2000) < 4 * 1000**0.5  # four standard deviations of 4000 fair coins
+    again = [response("another text", 0.0, j, group=7) for j in (5, 3)]
+    assert coins(again) == [flips[7][5], flips[7][3]]
+    # Neighbours in every part of the key are as good as independent
+    pairs = [(a, b) for group in flips for a, b in zip(group, group[1:], strict=False)]
+    assert abs(sum(a == b for a, b in pairs) / len(pairs) - 0.5) < 0.04
+
+
+class Inverted(HashGrader):
+    """Right where the other stand-in says wrong."""
+
+    def submit(self, *args):
+        verdict = super().submit(*args).result()
+        future = Future()
+        future.set_result(Verdict(not verdict.correct, "ok", None))
+        return future
+
+
+@pytest.mark.parametrize("control", ["random", "format_only"])
+def test_a_control_never_sees_the_label(control, random_tiny_model, tmp_path, monkeypatch):
+    """Opposite verdicts, the same training: neither the filter nor the reward leaks correctness."""
+    flags = "--steps 2 --algorithm grpo --lr 1e-2 --no-dynamic-sampling --reward".split()
+    flags = [f for f in flags if control == "format_only" or f != "--no-dynamic-sampling"]
+    for name, grader in (("a", HashGrader), ("b", Inverted)):
+        monkeypatch.setattr(train, "Verifier", grader)
+        rows = train_run(tmp_path / name, *flags, control, model=random_tiny_model)
+        assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
+    assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
+    a, b = metrics(tmp_path / "a")[1], metrics(tmp_path / "b")[1]
+    assert a["rollout/correct_mean"] == pytest.approx(1 - b["rollout/correct_mean"])
+
+
+def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Verifier", HashGrader)
+    flags = "--algorithm grpo --reward random --steps".split()
+    train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
+    train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
+    train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--steps", "2"])
+    read = lambda folder: [
+        (row["step"], row["sample_index"], row["reward"], row["correct"])
+        for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+    ]
+    assert read(tmp_path / "a") == read(tmp_path / "b")
+    with pytest.raises(SystemExit, match="--reward was random"):
+        train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--reward", "correct"])
+
+
+def test_evaluation_is_on_true_correctness(random_tiny_model, tmp_path, monkeypatch):
+    class Always(HashGrader):
+        def submit(self, *_):
+            future = Future()
+            future.set_result(Verdict(True, "ok", None))
+            return future
+
+    monkeypatch.setattr(train, "Verifier", Always)
+    evaluated = tmp_path / "eval.jsonl"
+    evaluated.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
+    flags = ["--steps", 1, "--algorithm", "grpo", "--reward", "random", "--eval-data", evaluated]
+    rows = train_run(tmp_path / "r", *flags, model=random_tiny_model)
+    assert rows[0]["eval/accuracy"] == rows[1]["eval/accuracy"] == rows[1]["eval/pass_at_1"] == 1
+    assert rows[1]["rollout/correct_mean"] == 1 and 0.2 < rows[1]["rollout/reward_mean"] < 0.8
+
+
+def test_majority_needs_answers(random_tiny_model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1", "verifier": "format"}\n')
+    with pytest.raises(SystemExit, match="--reward majority"):
+        train_run(tmp_path / "r", "--reward", "majority", "--data", data, model=random_tiny_model)
+
+
+def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Verifier", Direct)
+    flags = "--steps 1 --algorithm grpo --max-response-tokens 128".split()
+    (row,) = train_run(tmp_path / "a", *flags, "--reward", "majority").values()
+    assert row["rollout/reward_mean"] > row["rollout/correct_mean"] > 0
+    mix = ["--reward-mix", "0.9 correct + 0.1 format"]
+    (row,) = train_run(tmp_path / "b", *flags, *mix).values()
+    assert row["rollout/reward_mean"] == row["rollout/correct_mean"] > 0
+    assert row["rollout/format_share"] > 0.5
+    assert not same(weights(tmp_path / "a", 1), weights(tmp_path / "b", 1))
+
+
+# ---- alarms
+
+
+def test_a_rising_share_of_undecided_verdicts_is_said_with_its_number():
+    alarm = books.undecided_alarm
+    assert alarm(0.0, 480, []) is None and alarm(0.1, 480, [0.1] * 20) is None
+    assert "25.0%" in alarm(0.25, 480, [0.25] * 20)
+    risen = alarm(0.08, 480, [0.01] * 20)
+    assert "8.0%" in risen and "up from 1.0%" in risen and "rewards" not in risen
+    assert alarm(0.08, 480, [0.01] * 4) is None  # too early to say what is usual
+    assert alarm(0.08, 8, [0.01] * 20) is None  # one response of eight may be chance
+    assert alarm(float("nan"), 0, [0.01] * 20) is None
+
+
+def test_the_share_is_logged_remembered_and_said(random_tiny_model, tmp_path, monkeypatch, capsys):
+    class Sick(HashGrader):
+        def submit(self, response, *_):
+            future, number = Future(), sum(response.encode())
+            future.set_result(Verdict(number % 2 == 0, ("ok", "parse")[number % 2], None))
+            return future
+
+    monkeypatch.setattr(train, "Verifier", Sick)
+    rows = train_run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
+    share = rows[1]["rollout/undecided_share"]
+    assert share == rows[1]["rollout/verdict_parse"] > 0
+    assert share == pytest.approx(1 - rows[1]["rollout/correct_mean"])
+    assert f"could not decide {share:.1%}" in capsys.readouterr().err
+    assert books.history(tmp_path / "r/metrics.jsonl", "rollout/undecided_share") == [share]
+    assert books.history(tmp_path / "none", "x") == []

@@ -13,6 +13,7 @@ from data import DataOrder, Problem, pack
 from model import Transformer
 from rollout import Sampler, collect, draw, has_signal, mix, response_key, uniforms
 from train import forward_policy
+from verify import Verdict
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]
 
@@ -198,11 +199,11 @@ class LengthGrader:
     def __init__(self, verdict=lambda n: n % 2 == 0):
         self.verdict, self.graded = verdict, 0
 
-    def submit(self, response, label, think="auto"):
+    def submit(self, response, label, think="auto", kind="math"):
         self.graded += 1
         future = Future()
         correct = self.verdict(len(response.split()))
-        future.set_result(SimpleNamespace(correct=correct, reason="ok" if correct else "wrong"))
+        future.set_result(Verdict(correct, "ok" if correct else "wrong", None))
         return future
 
 
@@ -215,7 +216,7 @@ def collect_config(**changes):
     fields = dict(
         prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3,
         dynamic_sampling=True, seed=0, max_response_tokens=24, temperature=1.0,
-        think="auto", partial_rollout=False,
+        think="auto", partial_rollout=False, reward="correct",
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval
 import train
+from verify import Verdict
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--prompts-per-step 3 --group-size 4 --max-response-tokens 16 --log-samples -1".split()
@@ -39,10 +39,10 @@ class HashGrader:
     def __exit__(self, *_):
         pass
 
-    def submit(self, response, label, think="auto"):
+    def submit(self, response, label, think="auto", kind="math"):
         future = Future()
         correct = sum(response.encode()) % 2 == 0
-        future.set_result(SimpleNamespace(correct=correct, reason="ok" if correct else "wrong"))
+        future.set_result(Verdict(correct, "ok" if correct else "wrong", None))
         return future
 
 
@@ -289,9 +289,9 @@ def test_everything_truncated_under_the_overlong_filter_trains_only_the_critic(
 
 def test_a_verifier_that_gives_up_is_said_loudly(random_tiny_model, tmp_path, monkeypatch, capsys):
     class Late(HashGrader):
-        def submit(self, response, label, think="auto"):
+        def submit(self, response, label, think="auto", kind="math"):
             future = Future()
-            future.set_result(SimpleNamespace(correct=False, reason="timeout"))
+            future.set_result(Verdict(False, "timeout", None))
             return future
 
     monkeypatch.setattr(train, "Verifier", Late)
@@ -410,7 +410,9 @@ def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, m
     config = json.loads((tmp_path / "r/config.json").read_text())
     assert config["algorithm"] == "justrl2" and config["clip_high"] == 0.28
     row = json.loads((tmp_path / "r/rollouts.jsonl").read_text().splitlines()[0])
-    keys = "step problem_id sample_index prompt response response_ids rollout_logprobs reward "
+    keys = (
+        "step problem_id sample_index prompt response response_ids rollout_logprobs reward correct "
+    )
     assert row.keys() == set(
         (
             keys + "overlong_penalty reason finish_reason response_length kept values advantages"
