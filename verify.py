@@ -313,7 +313,7 @@ class Child:
     def stop(self):
         """Kill the whole group."""
         if self.process:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it is dead already
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process.stdin.close()
@@ -489,7 +489,7 @@ def audit(path):
     rows, found = read_jsonl(path, ("label", "answer", "verifier")), collections.defaultdict(list)
     for row in rows:
         if row.get("verifier", "math") != "math":
-            found[f"  {row['verifier']}: see `rewards.py --audit`"].append("")
+            found[f"  {row['verifier']}, for rewards.py --audit"].append("")
             continue
         label = row.get("label", row.get("answer"))
         kind, reading = label_kind(label)

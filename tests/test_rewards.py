@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -343,6 +344,31 @@ def test_a_program_cannot_leave_its_process(name, tmp_path):
     assert out.stdout == "open 1\n", out.stderr  # the attempt itself is a good one
     label = {"inputs": ["1", "2"], "outputs": ["shut 1", "shut 2"]}
     assert grade_program(source, label).reason == "ok"
+
+
+HEADERS = (
+    Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    Path("/usr/include/asm-generic/unistd.h"),  # what arm64 uses
+)
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_system_calls_have_the_numbers_of_the_kernels_headers(column):
+    if not HEADERS[column].exists():
+        pytest.skip("no kernel headers here")
+    text = HEADERS[column].read_text()
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
+    sandbox = rewards.sandbox
+    wanted = sandbox.ALLOWED | {"clone": sandbox.CLONE, "clone3": sandbox.CLONE3}
+    assert {name: int(numbers[name]) for name in wanted} == {
+        name: pair[column] for name, pair in wanted.items()
+    }
+
+
+def test_without_a_filter_programs_are_refused(monkeypatch):
+    monkeypatch.setattr(rewards.sandbox.platform, "machine", lambda: "riscv64")
+    with pytest.raises(ValueError, match="cannot be used here: programs run on Linux on x86-64"):
+        rewards.check_label("code", DOUBLE)
 
 
 def session(pid):
