@@ -696,14 +696,12 @@ class Inverted(HashGrader):
         return future
 
 
-@pytest.mark.parametrize("control", ["random", "format_only"])
-def test_a_control_never_sees_the_label(control, random_tiny_model, tmp_path, monkeypatch):
+def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch):
     """Opposite verdicts, the same training: neither the filter nor the reward leaks correctness."""
-    flags = "--steps 2 --algorithm grpo --lr 1e-2 --no-dynamic-sampling --reward".split()
-    flags = [f for f in flags if control == "format_only" or f != "--no-dynamic-sampling"]
+    flags = "--steps 2 --algorithm grpo --lr 1e-2 --reward random".split()
     for name, grader in (("a", HashGrader), ("b", Inverted)):
         monkeypatch.setattr(train, "Verifier", grader)
-        rows = train_run(tmp_path / name, *flags, control, model=random_tiny_model)
+        rows = train_run(tmp_path / name, *flags, model=random_tiny_model)
         assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
     assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
     a, b = metrics(tmp_path / "a")[1], metrics(tmp_path / "b")[1]
@@ -750,7 +748,7 @@ def test_majority_needs_answers(random_tiny_model, tmp_path):
 
 def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "Verifier", Direct)
-    flags = "--steps 1 --algorithm grpo --max-response-tokens 128".split()
+    flags = "--steps 1 --algorithm grpo --max-response-tokens 128 --no-dynamic-sampling".split()
     (row,) = train_run(tmp_path / "a", *flags, "--reward", "majority").values()
     assert row["rollout/reward_mean"] > row["rollout/correct_mean"] > 0
     mix = ["--reward-mix", "0.9 correct + 0.1 format"]
