@@ -38,6 +38,7 @@ from data import (
     think_mode,
 )
 from model import Transformer, limit_threads, local_folder
+from rewards import Verifier
 from rollout import Sampler, evaluate, sample_groups
 from scores import (
     LEVEL,
@@ -348,7 +349,7 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text("")  # what cannot be written fails now, not after hours
     workers, timeout = options.verifier_workers, options.verifier_timeout_s
-    with verify.Verifier(num_workers=workers, timeout_s=timeout) as grader:
+    with Verifier(num_workers=workers, timeout_s=timeout) as grader:
         for role, subject in subjects.items():
             report[role] = {"path": subject.path, "sets": {}}
             for data, result in evaluate_subject(subject, options, device, grader):
