@@ -156,9 +156,11 @@ def score_metrics(
 
 def position_share(x: Tensor, mask: Tensor) -> list[float]:
     """Share of the sum of abs(x) in each tenth of the responses: token t of L is in tenth
-    floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more.
+    floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more. NaN if x is 0
+    or the mask is empty.
     """
-    tenth = 10 * torch.arange(mask.shape[1], device=mask.device) // mask.sum(1, keepdim=True)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # a response masked whole has no token
+    tenth = 10 * torch.arange(mask.shape[1], device=mask.device) // lengths
     sums = torch.bincount(tenth[mask], weights=x[mask].abs().double(), minlength=10)
     return (sums / sums.sum()).tolist()
 
