@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -45,3 +45,7 @@ fuzz-verify: $(STAMP)
 # Beside math-verify, if that is installed
 bench-verify: $(STAMP)
 	$(PYTHON) tests/bench_verify.py
+
+# Planted wrong labels and a skewed mix through curate.py: a demo run first, then ten minutes
+curate-evidence: $(STAMP)
+	$(PYTHON) tests/evidence_curate.py

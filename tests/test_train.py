@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval
 import train
+from curate import CurateConfig
 from verify import Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -632,7 +633,8 @@ def test_every_file_and_flag_the_readme_names_exists():
     targets = set(re.findall(r"^make ([\w-]+)", text, re.M))
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]+)", text)}
-    fields = set(train.Config.__dataclass_fields__) | set(eval.Options.__dataclass_fields__)
+    parsers = train.Config, eval.Options, CurateConfig
+    fields = {name for parser in parsers for name in parser.__dataclass_fields__}
     others = {"config", "help", "nproc_per_node", "audit", "explain", "from", "step", "report"}
     assert flags - others <= fields
 

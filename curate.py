@@ -1,0 +1,696 @@
+"""Turn a raw data set into training problems, in the three stages of the recipe.
+
+    1 verifiable   what can be graded, once each, and not in an evaluation set   find_unverifiable
+    2 label audit  k independent solutions by one or more audit models: where    find_doubtful
+                   they agree, but not with the label, the label is in doubt
+    3 difficulty   pass rate of the target model: what it always solves teaches  find_unlearnable
+                   nothing, nor does most of what it never solves
+
+    python curate.py --model DIR --data FILE --output FILE.jsonl [--audit-model DIR ...]
+
+Labels are never edited. Beside the output lie FILE.report.json (what every stage dropped and why),
+FILE.dropped.jsonl (those rows) and FILE.state.jsonl (all that was sampled): the same command goes
+on with a run that was killed, and other rules or thresholds sample nothing again.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+import distributed
+import overlap
+from config import CHOICES, ROOT, ConfigError
+from data import Problem, Rollout, is_prompt, load_tokenizer, read_rows, render_prompt, stop_ids
+from distributed import print0
+from model import Transformer, local_folder
+from rollout import Grader, Sampler, evaluate
+from verify import Verifier, clean, equal, extract, label_kind
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALL_MODEL = 10_000_000  # parameters below which a second CPU thread only costs time
+COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
+PROMPT_COLUMNS = ("prompt", "problem", "question", "query")  # of evaluation sets
+
+
+def _f(default: Any, help: str) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class CurateConfig:
+    """One curation. Units: tokens, rows, shares in 0..1."""
+
+    # fmt: off
+    model: str = _f(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained")
+    data: str = _f(str(ROOT / "assets/train.jsonl"), "raw problems: .jsonl, .parquet or hub id")
+    output: str = _f("", "JSONL file to write, for train.py --data")
+    prompt_key: str = _f("prompt", "column of the prompt (text, or a list of chat messages)")
+    label_key: str = _f("label", "column of the right answer")
+
+    # 1 verifiable
+    decontaminate: list[str] = _f([], "evaluation files whose problems must not be in the output")
+    max_prompt_tokens: int = _f(256, "longer prompts are dropped")
+    drop_several_values: bool = _f(False, "drop labels that are a list or a set (1, -2) as well")
+    ngram: int = _f(5, "words of an n-gram")
+    ngram_overlap: float = _f(0.6, "share of common n-grams that makes a near-duplicate")
+    ngram_common: int = _f(20, "what so many problems share is a template and does not count")
+
+    # 2 label audit
+    audit_model: list[str] = _f([], "checkpoints that solve the problems; empty: --model")
+    audit_samples: int = _f(8, "solutions per problem and audit model; 0: no audit")
+    audit_temperature: float = _f(1.0, "sampling temperature of the audit models")
+    audit_majority: float = _f(0.6, "share of a model's solutions that one answer needs")
+    audit_keep_hard: float = _f(0.25, "a doubted label stays if this share of solutions has it")
+
+    # 3 difficulty
+    samples: int = _f(8, "responses of the target per problem; 0: no difficulty stage")
+    temperature: float = _f(1.0, "sampling temperature of the target, as in its training")
+    min_pass_rate: float = _f(0.0, "problems solved at most this often are too hard")
+    max_pass_rate: float = _f(1.0, "problems solved at least this often are too easy")
+    unsolved_share: float = _f(0.1, "share of the output that may be too hard, label confirmed")
+
+    # Sampling and machine
+    max_response_tokens: int = _f(128, "response budget, stop token included")
+    think: str = _f("auto", "thinking tags: auto, require or none, as in train.py")
+    seed: int = _f(0, "seeds sampling and the choice among problems that are too hard")
+    chunk: int = _f(256, "problems between two writes of the state file")
+    slots: int = _f(64, "responses decoded at the same time per process")
+    device: str = _f("auto", "auto, cpu or cuda")
+    dtype: str = _f("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32")
+    nproc: int = _f(1, "processes on this node, one per GPU")
+    verifier_workers: int = _f(1, "grading processes per rank")
+    verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed")
+    # fmt: on
+
+    def check(self) -> None:
+        """ConfigError, in one sentence, for what cannot run."""
+        require = lambda ok, name, why: None if ok else refuse(name, why)
+        require(self.output.endswith(".jsonl"), "output", "must name a .jsonl file")
+        files = {Path(self.output).with_suffix(s).resolve() for s in (".jsonl", *COMPANIONS)}
+        inputs = (Path(path).resolve() for path in (self.data, *self.decontaminate))
+        require(not files.intersection(inputs), "output", "would overwrite an input file")
+        for name in ("device", "dtype", "think"):
+            known = getattr(self, name) in CHOICES[name]
+            require(known, name, f"must be one of {', '.join(CHOICES[name])}")
+        for name in "max_prompt_tokens ngram ngram_common max_response_tokens chunk slots".split():
+            require(getattr(self, name) > 0, name, "must be above 0")
+        for name in "audit_samples samples audit_temperature temperature".split():
+            require(getattr(self, name) >= 0, name, "must not be negative")
+        for name in "ngram_overlap audit_keep_hard min_pass_rate max_pass_rate".split():
+            require(0 <= getattr(self, name) <= 1, name, "must be in [0, 1]")
+        majority, share = self.audit_majority, self.unsolved_share
+        require(0.5 < majority <= 1, "audit_majority", "must be above 0.5 and at most 1")
+        require(0 <= share < 1, "unsolved_share", "must be in [0, 1)")
+        ordered = self.min_pass_rate < self.max_pass_rate
+        require(ordered, "min_pass_rate", "must be below max_pass_rate")
+
+
+def refuse(name: str, why: str) -> None:
+    """ConfigError about one flag."""
+    raise ConfigError(f"--{name.replace('_', '-')} {why}.")
+
+
+def bar(things: Iterable, what: str, **kwargs: Any) -> Iterable:
+    """A progress bar on rank 0."""
+    return tqdm(things, what, disable=distributed.rank() > 0, **kwargs)
+
+
+class Drop(NamedTuple):
+    """Why a row is left out; `detail` is what it was found to be."""
+
+    reason: str  # a key of REASONS
+    detail: str = ""
+
+
+REASONS = {
+    "no_prompt": "the prompt is missing, empty, or neither text nor chat messages",
+    "long_prompt": "the prompt is longer than --max-prompt-tokens",
+    "empty_label": "the label is missing or empty",
+    "proof": "a proof is asked for, or the label points to one",
+    "multiple_choice": "options are listed, or the label is the letter of one",
+    "multi_part": "several questions are asked",
+    "unreadable_label": "the label cannot be read as a value",
+    "prose_label": "the label is a sentence: only the very same words would be right",
+    "several_values": "the label is a list or a set",
+    "contaminated": "an evaluation set holds this problem, or nearly",
+    "conflict": "the same text occurs with different labels, of which one at most is right",
+    "duplicate": "the same text came before",
+    "near_duplicate": "nearly the same text, with the same numbers and label, came before",
+    "doubtful_label": "the audit models agree with each other and not with the label",
+    "too_easy": "the target solves it too often to learn from it",
+    "too_hard": "the target solves it too rarely, and no audit confirms the label",
+    "hard_surplus": "as too_hard, label confirmed, but beyond --unsolved-share",
+}
+
+
+# ---- rows in, results on disk
+
+
+class Rows:
+    """The rows of a data set, by number from 0."""
+
+    def __init__(self, config: CurateConfig):
+        self.config, self.where, self.rows = config, [], []
+        for where, row in bar(read_rows(config.data), "rows"):
+            self.where.append(where)
+            self.rows.append(row)
+        for name, key in (("prompt", config.prompt_key), ("label", config.label_key)):
+            if not any(key in row for row in self.rows):
+                columns = ", ".join(self.rows[0]) if self.rows else "none"
+                raise ValueError(
+                    f"no row of {config.data} has {key!r} (columns: {columns}); name the column "
+                    f"with --{name}-key."
+                )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def prompt(self, i: int) -> Any:
+        """The prompt as it stands in the file."""
+        return self.rows[i].get(self.config.prompt_key)
+
+    def label(self, i: int) -> str:
+        """The label as text, empty if there is none."""
+        label = self.rows[i].get(self.config.label_key)
+        return "" if label is None else str(label)
+
+    def problem(self, i: int, tokenizer: Any) -> Problem:
+        """The problem as a model sees it. Random numbers hang on its index, the number of the row:
+        what other rows are dropped changes no sample.
+        """
+        try:
+            prompt = render_prompt(tokenizer, self.prompt(i))
+        except TemplateError as error:
+            sentence = f"{self.where[i]}: the chat template refuses the prompt: {error}."
+            raise ValueError(sentence) from error
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return Problem(str(i), i, prompt, ids, self.label(i))
+
+    def fingerprint(self) -> str:
+        """Changes with any prompt, label or the order of rows."""
+        pairs = [(self.prompt(i), self.label(i)) for i in range(len(self))]
+        return hashlib.sha256(json.dumps(pairs, default=str).encode()).hexdigest()
+
+
+# What the stored results depend on, beside the model, which the name of the stage holds. The other
+# fields are rules, which a later run may change.
+SAMPLED = """prompt_key label_key audit_samples audit_temperature samples temperature
+    max_response_tokens think seed dtype""".split()
+
+
+class State:
+    """Results by stage and row in a JSONL file: one line, so all or nothing, per chunk of work."""
+
+    def __init__(self, file: Path, rows: Rows):
+        self.file, self.chunk = file, rows.config.chunk
+        self.results: dict[str, dict[int, Any]] = defaultdict(dict)
+        settings = {name: getattr(rows.config, name) for name in SAMPLED}
+        settings["data"] = rows.fingerprint()
+        if distributed.rank() == 0 and file.exists():
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut off
+        distributed.barrier()
+        stored = [line for _, line in read_rows(str(file))] if file.exists() else []
+        distributed.barrier()  # every rank has read before one writes
+        if not stored:
+            self._append(settings)
+            return
+        changed = [name for name in settings if settings[name] != stored[0].get(name)]
+        if changed:
+            raise ConfigError(
+                f"{file} holds the samples of a run with other {', '.join(changed)}; delete it to "
+                "start again, or choose another --output."
+            )
+        for stage, results in (item for line in stored[1:] for item in line.items()):
+            self.results[stage] |= {int(i): result for i, result in results.items()}
+
+    def _append(self, line: dict) -> None:
+        if distributed.rank() == 0:
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+
+    def missing(self, stage: str, rows: Sequence[int]) -> Iterator[list[int]]:
+        """The rows without a result, in chunks: those that one run from start to end would have."""
+        left = [i for i in rows if i not in self.results[stage]]
+        starts = range(0, len(left), self.chunk)
+        done = (len(rows) - len(left)) // self.chunk
+        for start in bar(starts, stage, unit="chunk", initial=done, total=done + len(starts)):
+            yield left[start : start + self.chunk]
+
+    def add(self, stage: str, results: dict[int, Any]) -> None:
+        """Store a chunk. What rank 0 found counts, so that all ranks decide alike."""
+        (results,) = distributed.gather([results] if distributed.rank() == 0 else [])
+        self._append({stage: results})
+        self.results[stage] |= results
+
+
+@dataclass
+class Run:
+    """What all stages share; `notes` holds the fields that they add to a row."""
+
+    config: CurateConfig
+    device: torch.device
+    data: Rows
+    state: State
+    grader: Grader
+    notes: dict[int, dict] = field(default_factory=lambda: defaultdict(dict))
+
+
+# ---- stage 1: verifiable
+
+# A part is a marker and a request: "(ii) f(x + y) = f(x)" alone is a condition.
+REQUEST = (
+    r"(?:find|compute|calculate|determine|evaluate|solve|simplify|express|write|give|state|"
+    r"prove|show|explain|what|how|hence|for (?:what|which))\b"
+)
+PARTS = re.compile(
+    rf"(?:\s\(?(?:b|ii)\)|\s\(2\)|\bpart (?:b|ii|2)[.:)]?|^\s*(?:b|ii|2)[.:)])\s*{REQUEST}",
+    re.IGNORECASE | re.MULTILINE,
+)
+LABEL_PARTS = re.compile(r"\(?(?:a|i|1)\)\s.*\s\(?(?:b|ii|2)\)\s", re.IGNORECASE | re.DOTALL)
+OPTIONS = re.compile(
+    r"(?<!\w)\(A\).*(?<!\w)\(B\).*(?<!\w)\(C\)|^\s*A[.):]\s.*^\s*B[.):]\s.*^\s*C[.):]\s",
+    re.DOTALL | re.MULTILINE,
+)
+OPTION_LABEL = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")
+PROOF = re.compile(r"\b(?:prove|disprove|demonstrate|show that)\b", re.IGNORECASE)
+QUESTION = re.compile(
+    r"\?|\b(?:find|compute|calculate|determine|evaluate|solve|simplify|what is|how many)\b",
+    re.IGNORECASE,
+)
+PROOF_LABEL = re.compile(r"\b(?:proof|proved|proven|q\.?e\.?d|see (?:the )?\w+)\b", re.IGNORECASE)
+LABEL_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # no command of LaTeX
+MAX_LABEL_WORDS = 6
+
+
+def prompt_text(prompt: str | list[dict]) -> str:
+    """What a prompt says: all of it, or all messages but those of the system."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(m["content"] for m in prompt if m["role"] != "system")
+
+
+def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
+    """What is wrong with a problem on its own; `verify.label_kind` gave its label this kind, and
+    this kind of value.
+    """
+    label = clean(label)
+    if not label:
+        return Drop("empty_label")
+    if PROOF_LABEL.search(label) or (PROOF.search(text) and not QUESTION.search(text)):
+        return Drop("proof")
+    if OPTION_LABEL.fullmatch(label) or OPTIONS.search(text):
+        return Drop("multiple_choice")
+    if PARTS.search(text) or LABEL_PARTS.match(label):
+        return Drop("multi_part")
+    if kind != "matched by value":
+        return Drop("unreadable_label", kind)
+    if len(LABEL_WORD.findall(label)) > MAX_LABEL_WORDS:
+        return Drop("prose_label")
+    return Drop("several_values") if value in ("list", "set") else None
+
+
+def find_unverifiable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+    """Stage 1: rows that cannot be graded, or are there twice, or belong to an evaluation set."""
+    config, data, state = run.config, run.data, run.state
+    tokenizer = load_tokenizer(local_folder(config.model))
+    dropped: dict[int, Drop] = {}
+    for i in bar(rows, "prompts"):
+        if not is_prompt(data.prompt(i)) or not prompt_text(data.prompt(i)).strip():
+            dropped[i] = Drop("no_prompt")
+            continue
+        length = len(data.problem(i, tokenizer).prompt_ids)
+        if length > config.max_prompt_tokens:
+            dropped[i] = Drop("long_prompt", f"{length} tokens")
+    texts = {i: prompt_text(data.prompt(i)) for i in rows if i not in dropped}
+    for chunk in state.missing("labels", list(texts)):
+        kinds = {i: label_kind(data.label(i)) for i in chunk}
+        state.add("labels", {i: [kind, value and value[0]] for i, (kind, value) in kinds.items()})
+    for i in list(texts):
+        found = examine(texts[i], data.label(i), *state.results["labels"][i])
+        if found and (found.reason != "several_values" or config.drop_several_values):
+            dropped[i] = found
+            del texts[i]
+    return dropped | find_repeated(texts, run)
+
+
+def evaluation_texts(config: CurateConfig) -> list[tuple[str, str]]:
+    """(where, what the prompt says) of every problem of the evaluation sets."""
+    found = []
+    for where, row in (pair for path in config.decontaminate for pair in read_rows(path)):
+        prompt = next((row[k] for k in (config.prompt_key, *PROMPT_COLUMNS) if k in row), None)
+        if not is_prompt(prompt):
+            raise ValueError(f"{where} has no prompt; --prompt-key names its column.")
+        found.append((where, prompt_text(prompt)))
+    return found
+
+
+def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
+    """Rows whose problem came before or is in an evaluation set, in the same words or nearly."""
+    config, where = run.config, run.data.where
+    same_label = lambda i, j: equal(run.data.label(i), run.data.label(j)).correct
+    evaluation = evaluation_texts(config)
+    said = [text for _, text in evaluation] + list(texts.values())
+    words = overlap.contents(said, max(config.ngram_common, len(said) // 100))
+    known = {w: place for w, (place, _) in zip(words, evaluation, strict=False)}
+    rows = dict(zip(texts, words[len(evaluation) :], strict=True))
+    dropped, alike = {}, defaultdict(list)
+    for i, w in rows.items():
+        if w in known:
+            dropped[i] = Drop("contaminated", f"the text of {known[w]}")
+        else:
+            alike[w].append(i)
+    for first, *again in alike.values():
+        if all(same_label(i, first) for i in again):
+            dropped |= {i: Drop("duplicate", f"of {where[first]}") for i in again}
+        else:
+            places = ", ".join(where[i] for i in (first, *again))
+            dropped |= {i: Drop("conflict", places) for i in (first, *again)}
+    left = [i for i in rows if i not in dropped]
+    names = [*known.values(), *left]  # a place (text) in an evaluation set, or a row (number)
+    order = [*known, *(rows[i] for i in left)]
+    nearest = overlap.near(order, config.ngram, config.ngram_overlap, config.ngram_common)
+    for name, near in zip(names, bar(nearest, "overlap", total=len(order)), strict=True):
+        for other in (names[j] for j in near if isinstance(name, int)):
+            if isinstance(other, str):
+                dropped[name] = Drop("contaminated", f"nearly {other}")
+                break
+            if other not in dropped and same_label(name, other):
+                dropped[name] = Drop("near_duplicate", f"of {where[other]}")
+                break
+    return dropped
+
+
+# ---- sampling
+
+
+# In these cases one value was read; no box, two answers or a time-out is no vote.
+ANSWERED = ("ok", "wrong", "parse")
+# Answer, how many responses gave it, 1 if it equals the label; the most frequent answer first.
+Votes = list[list]
+
+
+def load_sampler(folder: str, run: "Run") -> tuple[Sampler, Any]:
+    """(sampler of a checkpoint, its tokenizer)."""
+    start = local_folder(folder)
+    tokenizer = load_tokenizer(start)
+    model = Transformer.from_pretrained(start, DTYPES[run.config.dtype]).to(run.device)
+    if run.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
+    stops = stop_ids(start, tokenizer)
+    return Sampler(model.requires_grad_(False), stops, run.config.slots, tokenizer), tokenizer
+
+
+def same_answer(grader: Grader, a: str, b: str) -> bool:
+    """Equality by value, in a worker that can be killed: the texts come from a model."""
+    return grader.submit(f"\\boxed{{{a}}}", b, "none").result().correct
+
+
+def count_votes(group: Sequence[Rollout], think: str, grader: Grader) -> Votes:
+    """Graded responses to one problem by answer, equal answers together."""
+    votes: Votes = []
+    for r in group:
+        if r.reason not in ANSWERED:
+            continue
+        answer, right = extract(r.text, think).answer, int(r.reward)
+        for vote in votes:
+            # Right answers equal the label, and so each other.
+            if vote[2] == right and (right or same_answer(grader, answer, vote[0])):
+                vote[1] += 1
+                break
+        else:
+            votes.append([answer, 1, right])
+    return sorted(votes, key=lambda vote: -vote[1])
+
+
+def solve(
+    run: Run,
+    stage: str,
+    folder: str,
+    rows: Sequence[int],
+    samples: int,
+    temperature: float,
+    seed: int,
+) -> dict[int, Votes]:
+    """Votes of `samples` responses to every row; what the state file has is not sampled again."""
+    done = run.state.results[stage]
+    if all(i in done for i in rows):
+        return {i: done[i] for i in rows}
+    sampler, tokenizer = load_sampler(folder, run)
+    problems = {i: run.data.problem(i, tokenizer) for i in rows}
+    opened = all(p.prompt.rstrip().endswith("<think>") for p in problems.values())
+    think = "require" if run.config.think == "auto" and opened else run.config.think
+    for chunk in run.state.missing(stage, rows):
+        groups = evaluate(
+            sampler,
+            run.grader,
+            [problems[i] for i in chunk],
+            samples=samples,
+            max_new_tokens=run.config.max_response_tokens,
+            temperature=temperature,
+            think=think,
+            seed=seed,
+        )
+        votes = [count_votes(group, think, run.grader) for group in groups]
+        run.state.add(stage, dict(zip(chunk, votes, strict=True)))
+    return {i: done[i] for i in rows}
+
+
+def share_right(votes: Votes, samples: int) -> float:
+    """Share of the responses that equal the label."""
+    return sum(count * right for _, count, right in votes) / samples
+
+
+# ---- stage 2: label audit
+
+
+def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Grader) -> str:
+    """What the solutions of the audit models say of a label.
+
+    confirmed   every model has a majority, and it is the label
+    doubtful    every model has a majority, all the same, and it is not the label
+    disputed    doubtful, but `audit_keep_hard` of all solutions have the label: rather a hard
+                problem with a tempting wrong answer than a wrong label
+    undecided   a model has no majority, or the models differ
+    """
+    n = config.audit_samples
+    tops = [votes[0] if votes else ["", 0, 0] for votes in by_model]
+    if any(count / n < config.audit_majority for _, count, _ in tops):
+        return "undecided"
+    answers, right = [answer for answer, _, _ in tops], [right for _, _, right in tops]
+    if all(right):
+        return "confirmed"
+    if any(right) or not all(same_answer(grader, answer, answers[0]) for answer in answers[1:]):
+        return "undecided"
+    label_share = sum(share_right(votes, n) for votes in by_model) / len(by_model)
+    return "disputed" if label_share >= config.audit_keep_hard else "doubtful"
+
+
+def find_doubtful(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+    """Stage 2: rows whose label all audit models contradict with one voice."""
+    config, n = run.config, run.config.audit_samples
+    if not n:
+        return {}
+    models = config.audit_model or [config.model]
+    if config.model in models:
+        print0(
+            "the target audits labels: what it is sure of and wrong about will look like a wrong "
+            "label; --audit-model takes a stronger model (docs/curation.md)"
+        )
+    votes = [
+        solve(
+            run,
+            f"audit {m} by {folder}",
+            folder,
+            rows,
+            n,
+            config.audit_temperature,
+            config.seed + 1 + m,
+        )
+        for m, folder in enumerate(models)
+    ]
+    dropped = {}
+    for i in bar(rows, "verdicts"):
+        by_model = [of_model[i] for of_model in votes]
+        verdict = judge_label(by_model, config, run.grader)
+        rate = sum(share_right(v, n) for v in by_model) / len(by_model)
+        run.notes[i] |= {"label_audit": verdict, "audit_pass_rate": rate}
+        if verdict == "doubtful":
+            dropped[i] = Drop("doubtful_label", f"the audit's answer is {by_model[0][0][0]}")
+    return dropped
+
+
+# ---- stage 3: difficulty
+
+
+def find_unlearnable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+    """Stage 3: rows that the target solves too often or too rarely, but for a share of the hard."""
+    config, n = run.config, run.config.samples
+    if not n:
+        return {}
+    votes = solve(
+        run,
+        f"difficulty for {config.model}",
+        config.model,
+        rows,
+        n,
+        config.temperature,
+        config.seed,
+    )
+    dropped, hard = {}, []
+    for i in rows:
+        rate = run.notes[i]["pass_rate"] = share_right(votes[i], n)
+        if rate >= config.max_pass_rate:
+            dropped[i] = Drop("too_easy", f"pass rate {rate:g}")
+        elif rate <= config.min_pass_rate:
+            dropped[i] = Drop("too_hard", f"pass rate {rate:g}")
+            if run.notes[i].get("label_audit") == "confirmed":
+                hard.append(i)
+    # Of the output: hard / (in band + hard) = unsolved_share
+    in_band, share = len(rows) - len(dropped), config.unsolved_share
+    room = int(in_band * share / (1 - share) + 1e-9)
+    random.Random(config.seed).shuffle(hard)
+    for i in hard[:room]:
+        del dropped[i]
+    for i in hard[room:]:
+        dropped[i] = dropped[i]._replace(reason="hard_surplus")
+    return dropped
+
+
+# ---- the whole
+
+# Name: the function, and the field that it notes on every row.
+STAGES = {
+    "1 verifiable": (find_unverifiable, ""),
+    "2 label audit": (find_doubtful, "label_audit"),
+    "3 difficulty": (find_unlearnable, "pass_rate"),
+}
+EXAMPLES = 3  # of every reason, in the report
+
+
+def stage_report(
+    run: Run, rows: Sequence[int], dropped: dict[int, Drop], noted: str
+) -> dict[str, Any]:
+    """Counts and examples of what a stage dropped, and counts of what it noted on all its rows."""
+    by_reason: dict[str, list[int]] = defaultdict(list)
+    for i in sorted(dropped):
+        by_reason[dropped[i].reason].append(i)
+    example = lambda i: {
+        "where": run.data.where[i],
+        "prompt": prompt_text(run.data.prompt(i))[:200] if is_prompt(run.data.prompt(i)) else "",
+        "label": run.data.label(i)[:100],
+        "detail": dropped[i].detail,
+    }
+    counts = Counter(run.notes[i][noted] for i in rows if noted in run.notes[i])
+    return {
+        "rows": len(rows),
+        "left": len(rows) - len(dropped),
+        "dropped": {
+            reason: {
+                "rows": len(found),
+                "why": REASONS[reason],
+                "examples": [example(i) for i in found[:EXAMPLES]],
+            }
+            for reason, found in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        },
+        "noted": {noted: dict(sorted(counts.items()))} if counts else {},
+    }
+
+
+def table(name: str, report: dict[str, Any]) -> str:
+    """The report of a stage, to print."""
+    lines = [f"\n{name}: {report['rows']} rows, {report['left']} left"]
+    for field_, counts in report["noted"].items():
+        lines.append(f"  {field_}: " + ", ".join(f"{k} {v}" for k, v in counts.items()))
+    for reason, found in report["dropped"].items():
+        lines.append(f"{found['rows']:7} {reason:16} {found['why']}")
+        for e in found["examples"]:
+            prompt = textwrap.shorten(e["prompt"], 60, placeholder=" ...")
+            lines.append(f"{'':10}{e['where']}: {prompt} | label {e['label']} | {e['detail']}")
+    return "\n".join(lines)
+
+
+def write_rows(file: Path, rows: Iterable[dict]) -> None:
+    """A JSONL file that is there whole or not at all."""
+    scratch = file.with_suffix(".tmp")
+    with open(scratch, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    scratch.replace(file)
+
+
+def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
+    """Run the stages, write the output and its companions, return the report."""
+    output = Path(config.output)
+    state_file = output.with_suffix(STATE)
+    if output.exists() and not state_file.exists():
+        refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
+    data = Rows(config)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    left, dropped = list(range(len(data))), {}
+    report = {"settings": asdict(config), "rows": len(data), "written": 0, "stages": {}}
+    with Verifier(config.verifier_workers, config.verifier_timeout_s) as grader:
+        run = Run(config, device, data, State(state_file, data), grader)
+        for name, (stage, noted) in STAGES.items():
+            found = stage(run, left)
+            report["stages"][name] = stage_report(run, left, found, noted)
+            print0(table(name, report["stages"][name]))
+            dropped |= found
+            left = [i for i in left if i not in found]
+    report["written"] = len(left)
+    if distributed.rank() == 0:
+        row = lambda i: data.rows[i] | run.notes[i]
+        write_rows(
+            output.with_suffix(DROPPED),
+            (row(i) | drop._asdict() for i, drop in sorted(dropped.items())),
+        )
+        write_rows(output, map(row, left))
+        output.with_suffix(REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    print0(f"\n{len(left)} of {len(data)} rows: {output}")
+    return report
+
+
+def parse(argv: Sequence[str] | None = None) -> CurateConfig:
+    """CurateConfig from flags; raises ConfigError, exits with usage on an unknown flag."""
+    parser = HfArgumentParser(
+        CurateConfig, allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
+    (config,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    config.check()
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line entry."""
+    try:
+        config = parse(argv)
+        kind = distributed.choose_device(config.device, config.nproc)
+        distributed.relaunch(config.nproc)
+        device = distributed.init(kind)
+        if config.dtype == "auto":
+            config.dtype = "bfloat16" if device.type == "cuda" else "float32"
+        if not curate(config, device)["written"]:
+            raise ValueError("no problem is left; the report above says why")
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from here.") from None
+    finally:
+        distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
