@@ -39,7 +39,6 @@ from model import Transformer, local_folder
 from rollout import Grader, Sampler, evaluate
 from verify import Verifier, clean, equal, extract, label_kind
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_MODEL = 10_000_000  # parameters below which a second CPU thread only costs time
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
 PROMPT_COLUMNS = ("prompt", "problem", "question", "query")  # of evaluation sets
@@ -408,7 +407,7 @@ def load_sampler(folder: str, run: "Run") -> tuple[Sampler, Any]:
     """(sampler of a checkpoint, its tokenizer)."""
     start = local_folder(folder)
     tokenizer = load_tokenizer(start)
-    model = Transformer.from_pretrained(start, DTYPES[run.config.dtype]).to(run.device)
+    model = Transformer.from_pretrained(start, getattr(torch, run.config.dtype)).to(run.device)
     if run.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
         torch.set_num_threads(1)
     stops = stop_ids(start, tokenizer)

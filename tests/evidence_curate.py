@@ -3,7 +3,7 @@
     python tests/evidence_curate.py [RUN]
 
 RUN is a run of the demo with checkpoints at 20, 40 and 80 steps; without one it is trained first.
-1,200 embedded problems, most of them short, get a wrong label in 15 % of the cases. The target is
+430 embedded problems, most of them short, get a wrong label in 15 % of the cases. The target is
 the policy after 20 steps; three audit models of rising strength look for the wrong labels. Then
 the target is trained for a few steps on the problems before and after curation.
 """
@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHORT, LONG = range(2, 5), range(12, 19)
-ROWS, SHORT_SHARE, WRONG_SHARE = 1200, 0.45, 0.15
+SHORT, LONG = range(2, 4), range(12, 19)
+ROWS, SHORT_SHARE, WRONG_SHARE = 430, 0.92, 0.15
 TRAIN = "--steps 80 --seed 1 --save-every 20 --keep-checkpoints 0 --eval-every 20"
-# Three steps of the critic alone and one of the policy: the target hardly moves.
-FIRST_STEPS = "--steps 4 --num-critic-only-steps 3 --eval-every 0"
+# The critic alone for five steps, then one of the policy: the target hardly moves.
+FIRST_STEPS = "--steps 6 --num-critic-only-steps 5 --eval-every 0"
 
 
 def python(*arguments):
