@@ -403,7 +403,7 @@ ANSWERED = ("ok", "wrong", "parse")
 Votes = list[list]
 
 
-def load_sampler(folder: str, run: "Run") -> tuple[Sampler, Any]:
+def load_sampler(folder: str, run: Run) -> tuple[Sampler, Any]:
     """(sampler of a checkpoint, its tokenizer)."""
     start = local_folder(folder)
     tokenizer = load_tokenizer(start)
@@ -436,20 +436,23 @@ def count_votes(group: Sequence[Rollout], think: str, grader: Grader) -> Votes:
     return sorted(votes, key=lambda vote: -vote[1])
 
 
-def solve(
-    run: Run,
-    stage: str,
-    folder: str,
-    rows: Sequence[int],
-    samples: int,
-    temperature: float,
-    seed: int,
-) -> dict[int, Votes]:
-    """Votes of `samples` responses to every row; what the state file has is not sampled again."""
+class Solver(NamedTuple):
+    """A model at work in a stage."""
+
+    stage: str
+    folder: str
+    samples: int  # per problem
+    temperature: float
+    seed: int
+
+
+def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
+    """Votes on every row; what the state file has is not sampled again."""
+    stage = f"{solver.stage} by {solver.folder}"
     done = run.state.results[stage]
     if all(i in done for i in rows):
         return {i: done[i] for i in rows}
-    sampler, tokenizer = load_sampler(folder, run)
+    sampler, tokenizer = load_sampler(solver.folder, run)
     problems = {i: run.data.problem(i, tokenizer) for i in rows}
     opened = all(p.prompt.rstrip().endswith("<think>") for p in problems.values())
     think = "require" if run.config.think == "auto" and opened else run.config.think
@@ -458,11 +461,11 @@ def solve(
             sampler,
             run.grader,
             [problems[i] for i in chunk],
-            samples=samples,
+            samples=solver.samples,
             max_new_tokens=run.config.max_response_tokens,
-            temperature=temperature,
+            temperature=solver.temperature,
             think=think,
-            seed=seed,
+            seed=solver.seed,
         )
         votes = [count_votes(group, think, run.grader) for group in groups]
         run.state.add(stage, dict(zip(chunk, votes, strict=True)))
@@ -510,18 +513,11 @@ def find_doubtful(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
             "the target audits labels: what it is sure of and wrong about will look like a wrong "
             "label; --audit-model takes a stronger model (docs/curation.md)"
         )
-    votes = [
-        solve(
-            run,
-            f"audit {m} by {folder}",
-            folder,
-            rows,
-            n,
-            config.audit_temperature,
-            config.seed + 1 + m,
-        )
-        for m, folder in enumerate(models)
+    temperature, seed = config.audit_temperature, config.seed + 1  # difficulty has the seed itself
+    solvers = [
+        Solver(f"audit {m}", model, n, temperature, seed + m) for m, model in enumerate(models)
     ]
+    votes = [solve(run, rows, solver) for solver in solvers]
     dropped = {}
     for i in bar(rows, "verdicts"):
         by_model = [of_model[i] for of_model in votes]
@@ -541,15 +537,8 @@ def find_unlearnable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
     config, n = run.config, run.config.samples
     if not n:
         return {}
-    votes = solve(
-        run,
-        f"difficulty for {config.model}",
-        config.model,
-        rows,
-        n,
-        config.temperature,
-        config.seed,
-    )
+    target = Solver("difficulty", config.model, n, config.temperature, config.seed)
+    votes = solve(run, rows, target)
     dropped, hard = {}, []
     for i in rows:
         rate = run.notes[i]["pass_rate"] = share_right(votes[i], n)
@@ -627,7 +616,7 @@ def write_rows(file: Path, rows: Iterable[dict]) -> None:
     """A JSONL file that is there whole or not at all."""
     scratch = file.with_suffix(".tmp")
     with open(scratch, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+        out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     scratch.replace(file)
 
 

@@ -27,12 +27,14 @@ def tokens(text: str) -> list[str]:
 
 def contents(texts: Sequence[str], common: int) -> list[tuple[str, ...]]:
     """Tokens of each text without the lines that `common` texts or more share: instructions, such
-    as a request to box the answer. A text that has no other line keeps all.
+    as a request to box the answer. A text that has no other line keeps all; one without a token
+    is its own.
     """
     lines = [[tuple(tokens(line)) for line in text.splitlines()] for text in texts]
     holders = Counter(line for text in lines for line in set(text))
     join = lambda text: tuple(word for line in text for word in line)
-    return [join(line for line in t if holders[line] < common) or join(t) for t in lines]
+    own = [join(line for line in t if holders[line] < common) or join(t) for t in lines]
+    return [words or (text,) for words, text in zip(own, texts, strict=True)]
 
 
 def ngrams(words: Sequence[str], n: int) -> set[int]:
@@ -42,7 +44,7 @@ def ngrams(words: Sequence[str], n: int) -> set[int]:
 
 def numbers(words: Sequence[str]) -> list[str]:
     """Numbers and signs of a text, sorted: where these differ, only the template is shared."""
-    return sorted(word for word in words if word[0].isdigit() or word in "+-<>")
+    return sorted(word for word in words if word[:1].isdigit() or word in "+-<>")
 
 
 def near(

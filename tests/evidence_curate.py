@@ -76,7 +76,7 @@ def main():
             output = scratch / f"{name.replace(' ', '-')}.jsonl"
             samples = 16 if auditor == policy(80) else 0  # only its output is trained on
             flags = f"--model {target} --audit-model {auditor} --data {raw} --samples {samples}"
-            python("curate.py", *flags.split(), "--max-pass-rate", 0.9, "--output", output)
+            python("curate.py", *flags.split(), "--max-pass-rate", 0.85, "--output", output)
             dropped = read(output.with_suffix(".dropped.jsonl"))
             doubtful = [row for row in dropped if row["reason"] == "doubtful_label"]
             caught = sum(row["label"] != row["true"] for row in doubtful) / wrong

@@ -149,12 +149,14 @@ def test_near_duplicates_are_found_and_templates_spared(tmp_path):
         {"prompt": "Compute $2-3$", "label": "-1"},
         {"prompt": "Compute $4 + 3$.", "label": "7"},
         {"prompt": "Compute $4 + 3$", "label": "8"},
+        {"prompt": "\u2603", "label": "1"},
+        {"prompt": "\u2602", "label": "2"},
     ]
     kept, dropped, _ = run(tmp_path, rows, **NO_SAMPLING)
     assert dropped == {
         1: "duplicate", 2: "near_duplicate", 8: "duplicate", 9: "conflict", 10: "conflict"
     }  # fmt: skip
-    assert kept == [0, 3, 4, 5, 6, 7]
+    assert kept == [0, 3, 4, 5, 6, 7, 11, 12]
 
 
 def test_decontamination_finds_reworded_problems_behind_an_instruction(tmp_path):
