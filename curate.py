@@ -33,15 +33,27 @@ from transformers import HfArgumentParser
 import distributed
 import overlap
 from config import CHOICES, ROOT, ConfigError
-from data import Problem, Rollout, is_prompt, load_tokenizer, read_rows, render_prompt, stop_ids
+from data import (
+    LABEL_COLUMNS,
+    PROMPT_COLUMNS,
+    Problem,
+    Rollout,
+    final_answer,
+    find_column,
+    flatten,
+    is_prompt,
+    load_tokenizer,
+    read_rows,
+    render_prompt,
+    stop_ids,
+    think_mode,
+)
 from distributed import print0
-from model import Transformer, local_folder
+from model import Transformer, limit_threads, local_folder
 from rollout import Grader, Sampler, evaluate
 from verify import Verifier, clean, equal, extract, label_kind
 
-SMALL_MODEL = 10_000_000  # parameters below which a second CPU thread only costs time
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
-PROMPT_COLUMNS = ("prompt", "problem", "question", "query")  # of evaluation sets
 
 
 def _f(default: Any, help: str) -> Any:
@@ -58,8 +70,8 @@ class CurateConfig:
     model: str = _f(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained")
     data: str = _f(str(ROOT / "assets/train.jsonl"), "raw problems: .jsonl, .parquet or hub id")
     output: str = _f("", "JSONL file to write, for train.py --data")
-    prompt_key: str = _f("prompt", "column of the prompt (text, or a list of chat messages)")
-    label_key: str = _f("label", "column of the right answer")
+    prompt_key: str = _f("", "column of the prompt; empty: prompt, problem, question, ...")
+    label_key: str = _f("", "column of the right answer; empty: label, answer, ground_truth, ...")
 
     # 1 verifiable
     decontaminate: list[str] = _f([], "evaluation files whose problems must not be in the output")
@@ -168,9 +180,12 @@ class Rows:
         for where, row in bar(read_rows(config.data), "rows"):
             self.where.append(where)
             self.rows.append(row)
-        for name, key in (("prompt", config.prompt_key), ("label", config.label_key)):
-            if not any(key in row for row in self.rows):
-                columns = ", ".join(self.rows[0]) if self.rows else "none"
+        first = flatten(self.rows[0]) if self.rows else {}
+        self.prompt_key = config.prompt_key or find_column(first, PROMPT_COLUMNS)
+        self.label_key = config.label_key or find_column(first, LABEL_COLUMNS)
+        for name, key in (("prompt", self.prompt_key), ("label", self.label_key)):
+            if not any(key in flatten(row) for row in self.rows):
+                columns = ", ".join(first) or "none"
                 raise ValueError(
                     f"no row of {config.data} has {key!r} (columns: {columns}); name the column "
                     f"with --{name}-key."
@@ -181,12 +196,12 @@ class Rows:
 
     def prompt(self, i: int) -> Any:
         """The prompt as it stands in the file."""
-        return self.rows[i].get(self.config.prompt_key)
+        return flatten(self.rows[i]).get(self.prompt_key)
 
     def label(self, i: int) -> str:
         """The label as text, empty if there is none."""
-        label = self.rows[i].get(self.config.label_key)
-        return "" if label is None else str(label)
+        label = flatten(self.rows[i]).get(self.label_key)
+        return "" if label is None else final_answer(str(label))
 
     def problem(self, i: int, tokenizer: Any) -> Problem:
         """The problem as a model sees it. Random numbers hang on its index, the number of the row:
@@ -351,7 +366,9 @@ def evaluation_texts(config: CurateConfig) -> list[tuple[str, str]]:
     """(where, what the prompt says) of every problem of the evaluation sets."""
     found = []
     for where, row in (pair for path in config.decontaminate for pair in read_rows(path)):
-        prompt = next((row[k] for k in (config.prompt_key, *PROMPT_COLUMNS) if k in row), None)
+        row = flatten(row)
+        key = config.prompt_key if config.prompt_key in row else find_column(row, PROMPT_COLUMNS)
+        prompt = row.get(key)
         if not is_prompt(prompt):
             raise ValueError(f"{where} has no prompt; --prompt-key names its column.")
         found.append((where, prompt_text(prompt)))
@@ -408,8 +425,7 @@ def load_sampler(folder: str, run: Run) -> tuple[Sampler, Any]:
     start = local_folder(folder)
     tokenizer = load_tokenizer(start)
     model = Transformer.from_pretrained(start, getattr(torch, run.config.dtype)).to(run.device)
-    if run.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL_MODEL:
-        torch.set_num_threads(1)
+    limit_threads(model, run.device)
     stops = stop_ids(start, tokenizer)
     return Sampler(model.requires_grad_(False), stops, run.config.slots, tokenizer), tokenizer
 
@@ -454,8 +470,7 @@ def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
         return {i: done[i] for i in rows}
     sampler, tokenizer = load_sampler(solver.folder, run)
     problems = {i: run.data.problem(i, tokenizer) for i in rows}
-    opened = all(p.prompt.rstrip().endswith("<think>") for p in problems.values())
-    think = "require" if run.config.think == "auto" and opened else run.config.think
+    think = think_mode(run.config.think, list(problems.values()))
     for chunk in run.state.missing(stage, rows):
         groups = evaluate(
             sampler,
