@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -19,6 +19,10 @@ $(VENV)/.installed: requirements.txt
 # Heavier evidence, not part of `make test`
 test-all: $(STAMP)
 	$(PYTHON) -m pytest -q -m "slow or not slow"
+
+# kill -9 at 20 random moments, resume each time, compare with an undisturbed run (about five minutes)
+test-kill: $(STAMP)
+	$(PYTHON) tests/kill9.py --kills 20
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .

@@ -5,6 +5,7 @@ Nothing here changes what is trained. README.md defines every metric.
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import distributed
+from checkpoint import State
 from config import ROOT, Config, reward_weights
 from data import Batch, Rollout
 from distributed import print0
@@ -240,7 +243,9 @@ def write_rollouts(
 
 
 def append(file: Path, rows: Sequence[dict]) -> None:
-    """Append JSON lines; a NaN, which JSON does not have, becomes null."""
+    """Append JSON lines, on the disk when this returns: no checkpoint may be older than its rows.
+    A NaN, which JSON does not have, becomes null.
+    """
 
     def clean(v):
         if isinstance(v, list):
@@ -249,19 +254,33 @@ def append(file: Path, rows: Sequence[dict]) -> None:
 
     with open(file, "a", encoding="utf-8") as out:
         out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def holds_rows(file: Path) -> bool:
+    """A JSONL file with at least one row."""
+    return file.exists() and file.stat().st_size > 0
 
 
 def forget_after(file: Path, step: int) -> None:
-    """Cut a JSONL file back to rows up to `step`: what a resumed run will write again."""
-    if distributed.rank() == 0 and file.exists():
-        lines = [
-            line
-            for line in file.read_text(encoding="utf-8").splitlines(True)
-            if line.endswith("\n")
-        ]
-        file.write_text(
-            "".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8"
-        )
+    """Cut a JSONL file back to rows up to `step`, which a resumed run goes on from; a line that a
+    kill tore is cut too. In one system call, so that the next kill cannot harm it.
+    """
+    if distributed.rank() > 0 or not file.exists():
+        return
+    size = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{file}, line {number} is damaged ({error}); remove it."
+                ) from error
+            size += len(line)
+    os.truncate(file, size)
 
 
 def open_reporter(
@@ -309,16 +328,24 @@ def history(file: Path, key: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def undecided_alarm(share: float, responses: int, earlier: list[float]) -> str | None:
-    """A sentence if the verifier leaves many responses undecided, or more than earlier in the run.
+def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence[float]) -> str:
+    """A sentence if the verifier's workers gave up, or left many responses undecided, or more than
+    earlier in the run; else "".
 
     More: above the mean of at least five earlier steps by 2 points and three standard errors.
     """
+    given_up = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
+    if given_up > 0.01:
+        return (
+            f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
+            "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
+        )
+    share = metrics["rollout/undecided_share"]
+    responses = max(metrics["rollout/groups_finished"] * group_size, 1)
     usual = statistics.mean(earlier) if len(earlier) >= 5 else 1.0
-    error = math.sqrt(usual * (1 - usual) / max(responses, 1))
-    risen = share > usual + 0.02 + 3 * error
+    risen = share > usual + 0.02 + 3 * math.sqrt(usual * (1 - usual) / responses)
     if not risen and not share > 0.2:
-        return None
+        return ""
     before = f", up from {usual:.1%} on average before" if risen else ""
     return (
         f"the verifier could not decide {share:.1%} of the responses ({', '.join(UNDECIDED)})"
@@ -328,53 +355,60 @@ def undecided_alarm(share: float, responses: int, earlier: list[float]) -> str |
     )
 
 
-def alarms(
-    step: int,
-    critic_steps: int,
-    config: Config,
-    metrics: dict[str, float],
-    undecided: list[float],
-) -> None:
-    """One loud line for each way a run can be dead while its logs look alive.
+def warn(step: int, sentence: str) -> None:
+    """A loud line, on rank 0, clear of the progress bar."""
+    if distributed.rank() == 0:
+        tqdm.write(f"WARNING step {step}: {sentence}", file=sys.stderr)
 
-    undecided: the run's rollout/undecided_share so far, to which that of this step is added.
+
+def alarms(
+    state: State, config: Config, metrics: dict[str, float], undecided: Sequence[float]
+) -> dict[str, float]:
+    """One loud line for each way a run can be dead while its logs look alive, and 0 or 1 for each
+    as a metric. undecided: rollout/undecided_share of the steps before.
     """
-    say = lambda sentence: print0(f"WARNING step {step}: {sentence}", file=sys.stderr)
-    if not metrics["rollout/groups_kept"]:
-        say(
-            f"no group kept of {metrics['rollout/groups_finished']} sampled: every group was all "
-            f"right ({metrics['rollout/all_right_share']:.0%}) or all wrong "
-            f"({metrics['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
-            "another difficulty, a larger --group-size or more --max-refills."
-        )
-    share = metrics["rollout/undecided_share"]
-    responses = metrics["rollout/groups_finished"] * config.group_size
-    if sentence := undecided_alarm(share, responses, undecided):
-        say(sentence)
-    if not math.isnan(share):
-        undecided.append(share)
-    given_up = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
-    if given_up > 0.01:
-        say(
-            f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
-            "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
-        )
-    if metrics["rollout/truncated_share"] == 1:
-        say(
-            "every response was cut off; raise --max-response-tokens or check the model's stop ids."
-        )
-    if critic_steps > 2 and metrics.get("critic/v_std", 1.0) < 1e-6:
-        say(
-            f"the critic is dead: V is {metrics['critic/v_mean']:.4f} for every token after "
-            f"{critic_steps} updates, head weight norm "
-            f"{metrics['critic/head_weight_norm']:.1e}. Check --critic-lr ({config.critic_lr})."
-        )
-    if metrics.get("policy/mismatch_abs", 0.0) > 0.05:
-        say(
-            f"sampler and trainer disagree by {metrics['policy/mismatch_abs']:.3f} nats a token; "
+    m = defaultdict(lambda: math.nan, metrics)  # a comparison with NaN raises no alarm
+    verifier = verifier_alarm(m, config.group_size, undecided)
+    stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
+    start = state.start_entropy or math.nan
+    found = {
+        "no_signal": (
+            state.empty_steps > 0,
+            f"no group kept of {m['rollout/groups_finished']} sampled, {state.empty_steps} steps "
+            f"in a row: every group was all right ({m['rollout/all_right_share']:.0%}) or all "
+            f"wrong ({m['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
+            "another difficulty, a larger --group-size or more --max-refills.",
+        ),
+        "verifier": (bool(verifier), verifier),
+        "truncated": (
+            m["rollout/truncated_share"] == 1,
+            "every response (100%) was cut off; raise --max-response-tokens or check the model's "
+            "stop ids.",
+        ),
+        "dead_critic": (
+            m["critic/updates"] > 1 and stuck,
+            f"the critic is dead: V spreads by {m['critic/v_std']:.1e} around "
+            f"{m['critic/v_mean']:.4f} after {m['critic/updates']} updates, and this step moved "
+            f"its head by {m['critic/head_movement']:.1e}. Check --critic-lr ({config.critic_lr}).",
+        ),
+        "mismatch": (
+            m["policy/mismatch_abs"] > 0.05,
+            f"sampler and trainer disagree by {m['policy/mismatch_abs']:.3f} nats a token; "
             "importance weights (--is-mode icepop) bound the harm, --dtype float32 shows whether "
-            "precision is the cause."
-        )
+            "precision is the cause.",
+        ),
+        "entropy": (
+            m["policy/entropy"] < 0.05 * start,
+            f"the entropy fell to {m['policy/entropy']:.4f} nats a token, "
+            f"{m['policy/entropy'] / start:.1%} of its start: responses stop to differ. Go "
+            "back to an earlier checkpoint with a lower --lr, a larger --clip-high or an "
+            "--entropy-coef.",
+        ),
+    }
+    for is_raised, sentence in found.values():
+        if is_raised:
+            warn(state.step, sentence)
+    return {f"alarm/{name}": float(is_raised) for name, (is_raised, _) in found.items()}
 
 
 def summary(step: int, steps: int, m: dict[str, float]) -> str:
@@ -395,9 +429,9 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 
 
 def report(folder: Path, step: int, steps: int) -> None:
-    """Figures, and where everything is."""
-    draw_figures(folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """What came of the run, and where everything is."""
+    file = folder / "metrics.jsonl"  # empty if SIGTERM came in the first step
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if holds_rows(file) else []
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")

@@ -49,12 +49,13 @@ class Config:
     steps: int = _f(40, "rollout steps of the whole run, critic-only steps included")
     seed: int = _f(0, "seeds data order and sampling")
     resume: bool = _f(False, "continue the run in --output-dir from its newest checkpoint")
+    replay: str = _f("", "minibatch.pt that a loss which was not finite left in its run directory: compute it again, say what is not finite, and end")
 
     # Machine
     device: str = _f("auto", "auto, cpu or cuda")
     dtype: str = _f("auto", "dtype of activations: float32 or bfloat16; auto: bfloat16 on CUDA, else float32 (masters are always float32)")
     head_dtype: str = _f("auto", "dtype of the output layer's operands in trainer and sampler: float32, bfloat16, or auto: that of --dtype")
-    nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py restarts itself under torchrun")
+    nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py starts so many of itself")
     activation_checkpointing: bool = _f(False, "recompute each layer in backward: less memory, a third more compute")
     max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result")
 

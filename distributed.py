@@ -7,9 +7,15 @@ finished rollouts (`gather`), rows of per-token results (`sum_`), and the gradie
 FSDP2 moves by itself.
 """
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
-from typing import Any
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+# A collective may wait for the rank with the longest rollout, an hour and more at 128k tokens. Dead
+# ranks are found by their launcher, which watches processes, so this limit is for hung ones alone.
+LONGEST_WAIT = timedelta(days=1)
 
 
 def rank() -> int:
@@ -39,15 +49,70 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, flush=True, **kwargs)
 
 
-def relaunch(nproc: int) -> None:
-    """Restart this command under the elastic launcher with `nproc` processes; no return. No-op
-    inside a launcher.
+def launch(nproc: int) -> None:
+    """Run this command in `nproc` processes of its own, and exit when they have; no-op for one
+    process, and inside a launcher.
+
+    What torchrun does on one node, but for two things. SIGINT and SIGTERM are passed on and then
+    waited for: torchrun kills after 30 s, in the middle of a step or a save. And when a rank dies
+    the others have 10 s to say what they saw, then they are killed: a rank that decodes or waits in
+    a collective would notice nothing for hours.
     """
     if nproc <= 1 or "LOCAL_RANK" in os.environ:
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # After `--`, or the launcher takes our --nproc for a short form of its own --nproc-per-node.
-    os.execv(sys.executable, [*launcher, f"--nproc-per-node={nproc}", "--", *sys.argv])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, rank 0 opens none
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
+    ranks: list[subprocess.Popen] = []
+    pass_on = lambda number, _: [p.send_signal(number) for p in ranks if p.poll() is None]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    for rank_ in range(nproc):
+        env = {"OMP_NUM_THREADS": "1"} | os.environ | shared
+        env |= {"RANK": str(rank_), "LOCAL_RANK": str(rank_)}
+        # A session of its own: a Ctrl-C in the terminal reaches it once, from here.
+        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, start_new_session=True))
+    raise SystemExit(wait_for(ranks))
+
+
+def wait_for(ranks: Sequence[subprocess.Popen], grace_s: float = 10.0) -> int | str:
+    """Exit status of a run: 0 when every rank ended well, else a sentence about the first that did
+    not; the others are killed after `grace_s`.
+    """
+    running = lambda: any(p.poll() is None for p in ranks)
+    failed = lambda: [r for r, p in enumerate(ranks) if p.poll()]
+    while running() and not failed():
+        time.sleep(0.1)
+    if not failed():
+        return 0
+    first = failed()[0]
+    deadline = time.monotonic() + grace_s
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for p in ranks:
+        if p.poll() is None:
+            os.killpg(p.pid, signal.SIGKILL)
+            p.wait()
+    code = ranks[first].returncode
+    why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"error: rank {first} {why}, and the others were ended with it."
+
+
+def leave(message: str) -> NoReturn:
+    """End this process with a message and status 1.
+
+    One rank of several leaves at once and without clean-up: closing the process group would make
+    the others report a lost connection before the cause is told, and NCCL would wait for them.
+    """
+    if world_size() == 1:
+        raise SystemExit(message)
+    print(f"rank {rank()}: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def choose_device(device: str, nproc: int) -> str:
@@ -76,10 +141,14 @@ def init(device: str) -> torch.device:
     )
     if local.type == "cuda":
         torch.cuda.set_device(local)
+    if "LOCAL_RANK" in os.environ and sys.platform == "linux":
+        # PR_SET_PDEATHSIG: a rank whose launcher is killed saves and leaves, it is no orphan.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(
             "nccl" if local.type == "cuda" else "gloo",
             device_id=local if local.type == "cuda" else None,
+            timeout=LONGEST_WAIT,
         )
     return local
 

@@ -89,6 +89,9 @@ class Sampler:
         self.tokenizer = tokenizer
         self.device = model.head_weight.device
         self.weight_version = 0
+        self.interrupted = (
+            False  # set from outside: leave everything as it is before the next token
+        )
 
     def generate(
         self,
@@ -131,7 +134,7 @@ class Sampler:
         cache = KVCache(self.model.config, self.slots, self.model.model.compute_dtype, self.device)
         running: dict[int, Rollout] = {}  # slot -> rollout
         stop = False
-        while (queue or running) and not stop:
+        while (queue or running) and not stop and not self.interrupted:
             if queue and len(running) < self.slots:
                 free = [s for s in range(self.slots) if s not in running]
                 admitted = {s: queue.popleft() for s in free[: len(queue)]}

@@ -10,32 +10,37 @@ One step, in the order of the method:
     6 critic    one or more updates towards the raw reward             update_critic
     7 policy    old log-probs, then one or more updates of the         score_policy, update_policy
                 surrogate, once the critic is warm
-    8 books     metrics, samples, checkpoint, evaluation               books, save_checkpoint
+    8 books     metrics, samples, checkpoint, evaluation               books, checkpoint.save
 
 The scalars of a step are held whole on every rank, so statistics and denominators are global
 without a collective; only model forwards and backwards are shared out.
 """
 
+import errno
+import fcntl
 import json
 import math
-import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import books
+import checkpoint
 import distributed
 import losses
 import rollout
+from checkpoint import State
 from config import ROOT, Config, ConfigError, parse, reward_weights
 from data import (
     Batch,
@@ -57,29 +62,16 @@ from rewards import Verifier, has_format
 from scores import pass_at_k
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# A run that kept no group for so many steps in a row learns nothing and stops.
+EMPTY_STEPS = 3
+SIGNAL_NOTE = {
+    signal.SIGINT: "\nstopping after this step (Ctrl-C again to stop at once, losing it)",
+    signal.SIGTERM: "\nSIGTERM: saving, then leaving",
+}
 OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
     "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
 ).split()
-
-
-@dataclass
-class State:
-    """Everything a run carries from one step to the next. Models are float32 masters, sharded when
-    ranks are many.
-    """
-
-    policy: Transformer
-    optimizer: torch.optim.Optimizer
-    sampler: rollout.Sampler  # owns a whole copy of the policy in the compute dtype
-    order: DataOrder
-    critic: torch.nn.Module | None = None
-    critic_optimizer: torch.optim.Optimizer | None = None
-    reference: Transformer | None = None  # frozen start policy, for the KL term
-    buffer: list[list[Rollout]] = field(default_factory=list)
-    step: int = 0  # finished steps
-    critic_steps: int = 0
-    stop: bool = False  # set by Ctrl-C: finish the step in hand, save, leave
 
 
 @dataclass
@@ -94,6 +86,7 @@ class Run:
     eval_problems: list[Problem]
     grader: Verifier
     report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
+    lock: IO | None  # held as long as the run
 
 
 # ---- set-up
@@ -125,11 +118,12 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     if config.reward == "majority" and {p.verifier for p in problems} - {"math", "choice"}:
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
     folder = open_run_directory(config)
-    checkpoint = newest_checkpoint(folder) if config.resume else None
+    lock = lock_directory(folder)
+    saved = checkpoint.newest(folder) if config.resume else None
 
     compute_dtype = DTYPES[config.dtype]
     policy = Transformer.from_pretrained(
-        checkpoint / "policy" if checkpoint else start, torch.float32, compute_dtype
+        saved / "policy" if saved else start, torch.float32, compute_dtype
     )
     limit_threads(policy, device)
     policy = prepare(policy, device, config, DTYPES[config.head_dtype])
@@ -146,8 +140,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     if row.critic:
         from critic import Critic
 
-        if checkpoint:
-            critic = Critic.from_pretrained(checkpoint / "critic", compute_dtype)
+        if saved:
+            critic = Critic.from_pretrained(saved / "critic", compute_dtype)
         else:
             critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
         # Its root is float32 always: in bfloat16 the bias of the head moves in steps of 0.004.
@@ -157,13 +151,13 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         state.reference = (
             Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
         )
-    if checkpoint:
-        load_state(state, checkpoint / "trainer_state", problems)
+    if saved:
+        checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
     report = books.open_reporter(folder, config, state.step)
     write_config(folder, config)
-    return Run(config, row, device, folder, problems, eval_problems, grader, report), state
+    return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
 
 
 def prepare(
@@ -210,95 +204,51 @@ def open_run_directory(config: Config) -> Path:
     return folder
 
 
+def lock_directory(folder: Path) -> IO | None:
+    """Keep other processes out of the run directory while the returned file is open: what a killed
+    launcher left behind may still be writing there.
+    """
+    if distributed.rank() > 0:
+        return None
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(
+                f"--output-dir {folder} is in use by another process; end it first."
+            ) from error
+        print0(f"{folder} cannot be locked ({error}): start no second run there.", file=sys.stderr)
+    return lock
+
+
 def write_config(folder: Path, config: Config) -> None:
     """Make the directory a run: the last act of the set-up, so that a failed start leaves none
-    behind.
+    behind. Renamed into place, so that a kill leaves the old file or the new one.
     """
     if distributed.rank() == 0:
-        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-
-
-# ---- checkpoints
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Highest complete checkpoint of a run directory."""
-    return max((folder / "checkpoints").glob("step_??????"), default=None)
-
-
-def save_checkpoint(run: Run, state: State) -> None:
-    """Write checkpoints/step_N/{policy,critic,trainer_state} under a temporary name, then rename;
-    drop old ones.
-    """
-    final = run.folder / "checkpoints" / f"step_{state.step:06d}"
-    if final.exists():
-        return
-    scratch = final.with_name("tmp_" + final.name)
-    weights = distributed.full_state(state.policy)
-    if distributed.rank() == 0:
-        state.policy.save_pretrained(scratch / "policy", state_dict=weights)
-        state.sampler.tokenizer.save_pretrained(scratch / "policy")
-    books = {
-        "step": state.step,
-        "critic_steps": state.critic_steps,
-        "weight_version": state.sampler.weight_version,
-        "order": state.order.state_dict(),
-        "optimizer": distributed.optimizer_state(state.policy, state.optimizer),
-        "buffer": [
-            [asdict(r) | {"problem": r.problem.index} for r in group] for group in state.buffer
-        ],
-    }
-    if state.critic is not None:
-        weights = distributed.full_state(state.critic)
-        if distributed.rank() == 0:
-            state.critic.save_pretrained(scratch / "critic", state_dict=weights)
-        books["critic_optimizer"] = distributed.optimizer_state(
-            state.critic, state.critic_optimizer
-        )
-    if distributed.rank() == 0:
-        torch.save(books, scratch / "trainer_state")
-        scratch.rename(final)
-        for old in sorted(final.parent.glob("step_??????"))[: -run.config.keep_checkpoints or None]:
-            if run.config.keep_checkpoints:
-                remove_tree(old)
-    distributed.barrier()
-
-
-def remove_tree(folder: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a
-    good name.
-    """
-    shutil.rmtree(folder.rename(folder.with_name("tmp_" + folder.name)))
-
-
-def load_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
-    """Counters, data position, optimizers and unfinished rollouts of a checkpoint."""
-    books = torch.load(file, map_location="cpu", weights_only=True)
-    state.step, state.critic_steps = books["step"], books["critic_steps"]
-    state.sampler.weight_version = books["weight_version"]
-    state.order.load_state_dict(books["order"])
-    distributed.load_optimizer_state(state.policy, state.optimizer, books["optimizer"])
-    if state.critic is not None:
-        distributed.load_optimizer_state(
-            state.critic, state.critic_optimizer, books["critic_optimizer"]
-        )
-    state.buffer = [
-        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
-        for group in books["buffer"]
-    ]
+        scratch = folder / "tmp_config.json"
+        scratch.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        scratch.rename(folder / "config.json")
 
 
 # ---- one step
 
 
-def train_step(run: Run, state: State) -> dict[str, float]:
-    """Steps 1 to 7 of the method; returns the metrics of the step."""
+def train_step(run: Run, state: State) -> dict[str, float] | None:
+    """Steps 1 to 7 of the method; returns the metrics of the step, or None if SIGTERM cut its
+    rollout short and nothing has changed.
+    """
     config, clock = run.config, books.Clock()
+    before = checkpoint.position(state)
     with clock("rollout"):
         collected = rollout.collect(
             state.sampler, run.grader, run.problems, state.order, state.buffer, config, state.step
         )
         state.buffer = collected.unfinished
+    if distributed.any_rank(state.sampler.interrupted):
+        checkpoint.set_position(state, before, run.problems)
+        return None
     add_overlong_penalty(collected, config)
     metrics = books.rollout_metrics(collected, config)
     kept = [r for group in collected.groups for r in group]
@@ -328,6 +278,9 @@ def train_step(run: Run, state: State) -> dict[str, float]:
     tokens = {"values": values, "advantages": advantages}
     books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
     state.step += 1
+    state.empty_steps = 0 if kept else state.empty_steps + 1
+    if state.start_entropy is None:
+        state.start_entropy = metrics.get("policy/entropy")
     return metrics | clock.metrics(collected)
 
 
@@ -422,6 +375,13 @@ def forward_policy(
     return mb.unpack(logprobs), mb.unpack(entropy)
 
 
+def forward_critic(critic: torch.nn.Module, mb: MicroBatch) -> Tensor:
+    """V (R, T) of a micro-batch, zero outside its mask; at temperature 1 always."""
+    from critic import values
+
+    return values(critic, mb)
+
+
 @torch.no_grad()
 def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
@@ -435,11 +395,9 @@ def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Ten
 @torch.no_grad()
 def score_critic(critic: torch.nn.Module, batch: Batch, config: Config) -> Tensor:
     """V (N, T) under the weights at hand, whole on every rank."""
-    from critic import values as critic_values
-
     values = torch.zeros_like(batch.rollout_logprobs)
     for mb in micro_batches(batch, config, "values"):
-        values[mb.rows, : mb.mask.shape[1]] = critic_values(critic, mb)
+        values[mb.rows, : mb.mask.shape[1]] = forward_critic(critic, mb)
     return distributed.sum_(values)
 
 
@@ -479,11 +437,10 @@ def update_critic(
     run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
-    from critic import values as critic_values
-
     config, sums = run.config, books.Sums()
-    mask, head = batch.response_mask, state.critic.value_head
+    mask, head, updates = batch.response_mask, state.critic.value_head, state.critic_steps
     before = distributed.full(head.weight.detach()).clone()
+    given = {"old_values": old_values, "returns": returns}
     for rows in minibatches(
         batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step
     ):
@@ -491,25 +448,13 @@ def update_critic(
         lr = config.critic_lr * (
             state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0
         )
-        weights = row_weights("token-mean", batch, mask, rows)
-        for mb in micro_batches(batch, config, "critic update", rows):
-            width = mb.mask.shape[1]
-            loss, parts = losses.value_loss(
-                critic_values(state.critic, mb),
-                old_values[mb.rows, :width],
-                returns[mb.rows, :width],
-                mb.mask,
-                value_clip=config.value_clip,
-                row_weights=weights[mb.rows],
-            )
-            check_finite("critic", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
-            distributed.backward(loss)
-            sums.add(parts | {"loss": (loss.detach(), 0.0)})
-        sums.add_optimizer_step(optimizer_step(state.critic, state.critic_optimizer, lr, config))
+        given["row_weights"] = row_weights("token-mean", batch, mask, rows)
+        update(run, state, "critic", batch, rows, given, lr, sums)
         state.critic_steps += 1
     after = distributed.full(head.weight.detach())
     metrics = sums.means() | {
         "lr": lr,
+        "updates": updates,
         "head_bias": float(distributed.full(head.bias.detach())),
         "head_weight_norm": float(after.norm()),
         "head_movement": float((after - before).norm()),
@@ -526,35 +471,19 @@ def update_policy(
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
     )
-    cov_mask = ref_logprobs = None
+    given = {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
+    given["weights"] = weights
     if config.entropy_control != "none":
-        cov_mask = losses.covariance_mask(old_logprobs, advantages, mask, config.cov_fraction)
+        given["cov_mask"] = losses.covariance_mask(
+            old_logprobs, advantages, mask, config.cov_fraction
+        )
     if state.reference is not None:
-        ref_logprobs, _ = score_policy(state.reference, batch, config)
+        given["ref_logprobs"], _ = score_policy(state.reference, batch, config)
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
-        coefficients = row_weights(
+        given["row_weights"] = row_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )
-        for mb in micro_batches(batch, config, "policy update", rows):
-            cells = mb.rows, slice(mb.mask.shape[1])
-            logprobs, entropy = forward_policy(state.policy, mb, config.temperature)
-            loss, parts = losses.policy_loss(
-                logprobs,
-                old_logprobs[cells],
-                advantages[cells],
-                mask[cells],
-                objective=run.row.objective,
-                row_weights=coefficients[mb.rows],
-                weights=weights[cells],
-                cov_mask=None if cov_mask is None else cov_mask[cells],
-                ref_logprobs=None if ref_logprobs is None else ref_logprobs[cells],
-                entropy=entropy if config.entropy_coef else None,
-                **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},
-            )
-            check_finite("policy", loss, parts, run, state, [batch.rollouts[i] for i in mb.rows])
-            distributed.backward(loss)
-            sums.add(parts | {"loss": (loss.detach(), 0.0)})
-        sums.add_optimizer_step(optimizer_step(state.policy, state.optimizer, config.lr, config))
+        update(run, state, "policy", batch, rows, given, config.lr, sums)
     distributed.copy_weights(state.policy, state.sampler.model)
     state.sampler.weight_version += 1
     metrics = (
@@ -563,6 +492,95 @@ def update_policy(
         | {"lr": config.lr}
     )
     return {f"policy/{name}": value for name, value in metrics.items()}
+
+
+def critic_loss(
+    critic: torch.nn.Module, mb: MicroBatch, given: dict[str, Tensor], config: Config
+) -> tuple[Tensor, dict]:
+    """Value loss of a micro-batch and its metrics. given: old_values and returns (N, T),
+    row_weights (N,).
+    """
+    given = of_rows(given, mb)
+    return losses.value_loss(
+        forward_critic(critic, mb),
+        given["old_values"],
+        given["returns"],
+        mb.mask,
+        value_clip=config.value_clip,
+        row_weights=given["row_weights"],
+    )
+
+
+def policy_loss(
+    policy: Transformer, mb: MicroBatch, given: dict[str, Tensor], config: Config
+) -> tuple[Tensor, dict]:
+    """Surrogate of a micro-batch and its metrics. given: per-token arguments of
+    `losses.policy_loss` (N, T), row_weights (N,).
+    """
+    logprobs, entropy = forward_policy(policy, mb, config.temperature)
+    return losses.policy_loss(
+        logprobs,
+        objective=losses.ALGORITHMS[config.algorithm].objective,
+        entropy=entropy if config.entropy_coef else None,
+        **of_rows(given, mb),
+        **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},
+    )
+
+
+LOSSES = {"critic": critic_loss, "policy": policy_loss}
+
+
+def of_rows(given: dict[str, Tensor], mb: MicroBatch) -> dict[str, Tensor]:
+    """The rows of a micro-batch, cut to its width."""
+    return {
+        name: x[mb.rows][..., : mb.mask.shape[1]] if x.ndim == 2 else x[mb.rows]
+        for name, x in given.items()
+    }
+
+
+def update(
+    run: Run,
+    state: State,
+    part: str,
+    batch: Batch,
+    rows: Sequence[int],
+    given: dict[str, Tensor],
+    lr: float,
+    sums: books.Sums,
+) -> None:
+    """One optimizer step of the policy or the critic on a minibatch.
+
+    Raises FloatingPointError on a loss, model output or gradient that is not finite, before the
+    weights change; weights and minibatch are saved for --replay.
+    """
+    model = getattr(state, part)
+    optimizer = state.optimizer if part == "policy" else state.critic_optimizer
+    try:
+        for mb in micro_batches(batch, run.config, f"{part} update", rows):
+            loss, parts = LOSSES[part](model, mb, given, run.config)
+            bad = [float(parts["nonfinite"][0]), float(not math.isfinite(loss.item()))]
+            tokens, bad_losses = distributed.sum_on_device(bad)  # on all ranks, or they part ways
+            if tokens or bad_losses:
+                raise FloatingPointError(
+                    f"the {part} is not finite in step {state.step + 1}: {tokens:.0f} tokens of a "
+                    f"micro-batch, loss {loss.item()}"
+                )
+            distributed.backward(loss)
+            sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        sums.add_optimizer_step(optimizer_step(model, optimizer, lr, run.config))
+    except FloatingPointError as error:
+        file = save_replay(
+            run,
+            state,
+            part,
+            str(error),
+            [batch.rollouts[i] for i in rows],
+            {name: x[rows] for name, x in given.items()},
+        )
+        raise FloatingPointError(
+            f"{error}. Its weights were left as they were, the newest checkpoint is good; look at "
+            f"the cause with --replay {file}"
+        ) from None
 
 
 def row_weights(
@@ -587,10 +605,7 @@ def optimizer_step(
     """Clip, step, clear; returns the gradient norm before clipping."""
     norm = distributed.grad_norm(model, config.max_grad_norm)
     if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"a gradient norm of the {type(model).__name__} is {norm}; its weights were left as "
-            "they were, the newest checkpoint is good."
-        )
+        raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -598,22 +613,95 @@ def optimizer_step(
     return norm
 
 
-def check_finite(
-    name: str, loss: Tensor, parts: dict, run: Run, state: State, rollouts: list[Rollout]
-) -> None:
-    """Stop the run on a NaN or infinite loss or model output, and leave the rollouts behind it in a
-    file.
+# ---- a loss that is not finite
+
+
+def save_replay(
+    run: Run,
+    state: State,
+    part: str,
+    error: str,
+    rollouts: Sequence[Rollout],
+    given: dict[str, Tensor],
+) -> Path:
+    """Write the weights of `part` and all that its loss reads; returns the file for --replay.
+    rollouts.jsonl beside it is for reading.
     """
-    if math.isfinite(loss.item()) and not parts["nonfinite"][0]:
-        return
-    file = run.folder / f"nonfinite_step_{state.step + 1:06d}_rank{distributed.rank()}.jsonl"
-    file.write_text(
-        "".join(json.dumps(books.sample_row(state.step + 1, r, True)) + "\n" for r in rollouts)
-    )
-    raise FloatingPointError(
-        f"the {name} is not finite in step {state.step + 1} (loss {loss.item()}); "
-        f"its rollouts are in {file}."
-    )
+    folder = run.folder / f"nonfinite_step_{state.step + 1:06d}"
+    file = folder / "minibatch.pt"
+    model = getattr(state, part)
+    weights = distributed.full_state(model)
+    if distributed.rank() == 0:
+        model.save_pretrained(folder / part, state_dict=weights)
+        saved = {
+            "part": part,
+            "error": error,
+            "config": asdict(run.config),
+            "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
+            "given": {name: x.cpu() for name, x in given.items()},
+        }
+        torch.save(saved, file)
+        (folder / "rollouts.jsonl").unlink(missing_ok=True)
+        rows = [books.sample_row(state.step + 1, r, True) for r in rollouts]
+        books.append(folder / "rollouts.jsonl", rows)
+    distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
+    return file
+
+
+def replay(file: Path, device: torch.device, dtype: str) -> None:
+    """Compute the loss of a saved minibatch again, by the code of the run, and print what is not
+    finite: weights, then inputs and outputs by response, then gradients. dtype: auto is the run's.
+    """
+    saved = torch.load(file, map_location=device, weights_only=True)
+    config, part, given = Config(**saved["config"]), saved["part"], saved["given"]
+    compute_dtype = DTYPES[config.dtype if dtype == "auto" else dtype]
+    rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
+    if part == "policy":
+        model = Transformer.from_pretrained(file.parent / part, torch.float32, compute_dtype)
+        model.set_head_dtype(DTYPES[config.head_dtype] if dtype == "auto" else compute_dtype)
+    else:
+        from critic import Critic
+
+        model = Critic.from_pretrained(file.parent / part, compute_dtype)
+    model = prepare(model, device, config, compute_dtype)
+    print0(f"the run said: {saved['error']}\nreplay in {compute_dtype}:")
+    found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
+    for mb in micro_batches(to_batch(rollouts, device), config, "replay"):
+        loss, parts = LOSSES[part](model, mb, given, config)
+        distributed.backward(loss)
+        print0(f"micro-batch: loss {loss.item()}, {parts['nonfinite'][0]:.0f} tokens not finite")
+        with torch.no_grad():
+            if part == "policy":
+                outputs, _ = forward_policy(model, mb, config.temperature)
+            else:
+                outputs = forward_critic(model, mb)
+        per_token = {n: x for n, x in of_rows(given, mb).items() if x.ndim == 2} | {part: outputs}
+        for i, row in enumerate(mb.rows.tolist()):
+            r = rollouts[row]
+            who = f"problem {r.problem.id}, sample {r.sample_index}"
+            found += [
+                say_nonfinite(f"{name} of {who}", x[i, : len(r.response_ids)])
+                for name, x in per_token.items()
+            ]
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found.append(say_nonfinite(f"gradient {name}", p.grad))
+    norm = distributed.grad_norm(model, math.inf)
+    print0(f"gradient norm {norm}")
+    if not any(found) and math.isfinite(norm):
+        raise SystemExit("everything is finite: the fault did not come back.")
+
+
+def say_nonfinite(name: str, x: Tensor) -> bool:
+    """Print how many elements are not finite, the first and where; False if there is none."""
+    bad = (~torch.isfinite(x)).nonzero().tolist()
+    if bad:
+        first = bad[0]
+        print0(
+            f"  {name}: {len(bad)} of {x.numel()} not finite, the first at {first}: "
+            f"{x[tuple(first)].item()}"
+        )
+    return bool(bad)
 
 
 # ---- the loop
@@ -621,7 +709,7 @@ def check_finite(
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
     """Held-out accuracy at the training temperature: the verifier's mean score over all samples of
-    all problems, whatever --reward trains on.
+    all problems, whatever --reward trains on. Nothing if SIGTERM cut it short.
     """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
@@ -634,6 +722,8 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         think=config.think,
         seed=config.seed,
     )
+    if distributed.any_rank(state.sampler.interrupted):
+        return {}
     ended = [r for group in groups for r in group]
     sizes = [2**i for i in range(config.eval_samples.bit_length()) if 2**i <= config.eval_samples]
     right = [sum(r.correct == 1 for r in group) for group in groups]
@@ -658,18 +748,17 @@ def train(config: Config, device: torch.device) -> Path:
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
         books.forget_after(run.folder / name, state.step)
     undecided = books.history(metrics_file, "rollout/undecided_share")
-    with run.grader, stop_after_step(state):
+    with run.grader, handle_signals(state):
         if state.step >= config.steps:
             print0(
                 f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
             )
-        if state.step == 0 and run.eval_problems and not metrics_file.exists():
+        if state.step == 0 and run.eval_problems and not books.holds_rows(metrics_file):
             start = evaluate(run, state)
-            print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
-            if distributed.rank() == 0:
+            if start and distributed.rank() == 0:
+                print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
                 books.append(metrics_file, [{"step": 0} | start])
                 run.report(0, start)
-        empty_steps = 0
         progress = tqdm(
             total=config.steps,
             initial=state.step,
@@ -678,46 +767,66 @@ def train(config: Config, device: torch.device) -> Path:
         )
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)
+            if metrics is None:
+                break
             last = state.step == config.steps
             if run.eval_problems and (
                 last or (config.eval_every and state.step % config.eval_every == 0)
             ):
                 metrics |= evaluate(run, state)
+            metrics |= books.alarms(state, config, metrics, undecided)
+            undecided.append(metrics["rollout/undecided_share"])
             if distributed.rank() == 0:
                 books.append(metrics_file, [{"step": state.step} | metrics])
                 run.report(state.step, metrics)
                 progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()
-            empty_steps = 0 if metrics["rollout/groups_kept"] else empty_steps + 1
-            books.alarms(state.step, state.critic_steps, config, metrics, undecided)
-            if last or (config.save_every and state.step % config.save_every == 0):
-                save_checkpoint(run, state)
-            if empty_steps == 3:
+            if config.save_every and state.step % config.save_every == 0 and not last:
+                save_or_warn(run, state)
+            if state.empty_steps >= EMPTY_STEPS:
                 print0(
-                    "stopped: three steps in a row kept no group; these problems teach nothing.",
+                    f"stopped: {state.empty_steps} steps in a row kept no group; these problems "
+                    "teach nothing.",
                     file=sys.stderr,
                 )
                 break
         progress.close()
-        save_checkpoint(run, state)
+        checkpoint.save(run.folder, state, config.keep_checkpoints)
     if distributed.rank() == 0:
+        if not state.sampler.interrupted:
+            books.draw_figures(run.folder)
         books.report(run.folder, state.step, config.steps)
     return run.folder
 
 
+def save_or_warn(run: Run, state: State) -> None:
+    """A checkpoint on the way; a full disk costs this one, not the run."""
+    try:
+        checkpoint.save(run.folder, state, run.config.keep_checkpoints)
+    except OSError as error:
+        books.warn(
+            state.step,
+            f"{error} The run goes on; until the next checkpoint a kill loses all since the last. "
+            "Make room.",
+        )
+
+
 @contextmanager
-def stop_after_step(state: State) -> Iterator[None]:
-    """Ctrl-C and SIGTERM finish the step in hand and save; a second Ctrl-C ends at once."""
+def handle_signals(state: State) -> Iterator[None]:
+    """Ctrl-C: finish the step in hand and save; a second one ends at once. SIGTERM, from whoever
+    wants the machine back: stop sampling and save the last finished step, or finish an update that
+    has begun.
+    """
 
     def handler(number, frame):
         if state.stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         state.stop = True
-        print0(
-            "\nstopping after this step (Ctrl-C again to stop at once, losing it)", file=sys.stderr
-        )
+        if number == signal.SIGTERM:
+            state.sampler.interrupted = True
+        print0(SIGNAL_NOTE[number], file=sys.stderr)
 
-    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, handler) for s in SIGNAL_NOTE}
     try:
         yield
     finally:
@@ -730,19 +839,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = parse(argv).resolved(losses.ALGORITHMS)
         kind = distributed.choose_device(config.device, config.nproc)
-        distributed.relaunch(config.nproc)
+        if config.replay:
+            return replay(Path(config.replay), torch.device(kind), config.dtype)
+        distributed.launch(config.nproc)
         device = distributed.init(kind)
         if config.dtype == "auto":
             config.dtype = "bfloat16" if device.type == "cuda" else "float32"
         if config.head_dtype == "auto":
             config.head_dtype = config.dtype
         train(config, device)
-    except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("stopped at once; the step in hand is lost.") from None
-    finally:
         distributed.shutdown()
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
+        distributed.leave(f"error: {error}")
+    except KeyboardInterrupt:
+        distributed.leave("stopped at once; the step in hand is lost.")
+    except Exception:
+        if distributed.world_size() == 1:
+            raise
+        distributed.leave(traceback.format_exc())
 
 
 if __name__ == "__main__":

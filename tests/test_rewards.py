@@ -762,14 +762,17 @@ def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
 
 
 def test_a_rising_share_of_undecided_verdicts_is_said_with_its_number():
-    alarm = books.undecided_alarm
-    assert alarm(0.0, 480, []) is None and alarm(0.1, 480, [0.1] * 20) is None
+    def alarm(share, responses, earlier):
+        metrics = {"rollout/undecided_share": share, "rollout/groups_finished": responses / 8}
+        return books.verifier_alarm(metrics, 8, earlier)
+
+    assert not alarm(0.0, 480, []) and not alarm(0.1, 480, [0.1] * 20)
     assert "25.0%" in alarm(0.25, 480, [0.25] * 20)
     risen = alarm(0.08, 480, [0.01] * 20)
     assert "8.0%" in risen and "up from 1.0%" in risen and "rewards" not in risen
-    assert alarm(0.08, 480, [0.01] * 4) is None  # too early to say what is usual
-    assert alarm(0.08, 8, [0.01] * 20) is None  # one response of eight may be chance
-    assert alarm(float("nan"), 0, [0.01] * 20) is None
+    assert not alarm(0.08, 480, [0.01] * 4)  # too early to say what is usual
+    assert not alarm(0.08, 8, [0.01] * 20)  # one response of eight may be chance
+    assert not alarm(float("nan"), 0, [0.01] * 20)
 
 
 def test_the_share_is_logged_remembered_and_said(random_tiny_model, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,266 @@
+"""What a run carries from step to step, and its checkpoints.
+
+    checkpoints/step_000010/policy/         a Hugging Face directory
+                            critic/         the same, with the value head
+                            trainer_state   optimizers, counters, data position, rollouts in hand
+                            manifest.json   size and CRC-32 of every other file; written last
+
+A checkpoint is written under a temporary name, flushed to the disk, then renamed: whatever has the
+good name was complete. What can still befall it is told apart at the next start. A file that is
+gone was taken by somebody, and a policy must not go on with a fresh critic: an error. A file that
+is not what was written is damage: the checkpoint before is used, and that is said.
+"""
+
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+import distributed
+from data import DataOrder, Problem, Rollout
+from distributed import print0
+from model import Transformer
+from rollout import Sampler
+
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class State:
+    """Everything a run carries from one step to the next. Models are float32 masters, sharded when
+    ranks are many.
+    """
+
+    policy: Transformer
+    optimizer: torch.optim.Optimizer
+    sampler: Sampler  # owns a whole copy of the policy in the compute dtype
+    order: DataOrder
+    critic: torch.nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: Transformer | None = None  # frozen start policy, for the KL term
+    buffer: list[list[Rollout]] = field(default_factory=list)
+    step: int = 0  # finished steps
+    critic_steps: int = 0
+    empty_steps: int = 0  # the latest steps in a row that kept no group
+    start_entropy: float | None = None  # of the first policy update: what a collapse is measured by
+    stop: bool = False  # set by a signal: save and leave
+
+
+# ---- the small part
+
+
+def position(state: State) -> dict:
+    """Counters, data position and unfinished rollouts, in plain types and copied: sampling changes
+    them in place.
+    """
+    return {
+        "step": state.step,
+        "critic_steps": state.critic_steps,
+        "empty_steps": state.empty_steps,
+        "start_entropy": state.start_entropy,
+        "weight_version": state.sampler.weight_version,
+        "order": {k: _copied(v) for k, v in state.order.state_dict().items()},
+        "buffer": [[plain(r) for r in group] for group in state.buffer],
+    }
+
+
+def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None:
+    """Go to where `position` was called."""
+    state.step, state.critic_steps = saved["step"], saved["critic_steps"]
+    state.empty_steps, state.start_entropy = saved["empty_steps"], saved["start_entropy"]
+    state.sampler.weight_version = saved["weight_version"]
+    state.order.load_state_dict(saved["order"])
+    state.buffer = [
+        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
+        for group in saved["buffer"]
+    ]
+
+
+def plain(rollout: Rollout) -> dict:
+    """Fields of a rollout, its problem by index. Not `asdict`, which copies token by token."""
+    fields = {name: _copied(value) for name, value in vars(rollout).items()}
+    return fields | {"problem": rollout.problem.index}
+
+
+def _copied(value):
+    return list(value) if isinstance(value, list) else value
+
+
+# ---- writing
+
+
+def save(folder: Path, state: State, keep: int) -> None:
+    """Write checkpoints/step_N of the run in `folder`, then drop all but the newest `keep` (0: drop
+    none).
+
+    Raises OSError on every rank if it cannot be written; older checkpoints stay as they are.
+    """
+    final = folder / "checkpoints" / f"step_{state.step:06d}"
+    if final.exists():
+        return
+    scratch, failure = final.with_name("tmp_" + final.name), None
+    # Every rank takes part in gathering each part, whatever became of the writing on rank 0.
+    for write in chain(parts(state), [publish]):
+        if distributed.rank() == 0 and failure is None:
+            try:
+                write(scratch)
+            # What a full disk is called by the system, by safetensors and by torch.save.
+            except (OSError, SafetensorError, RuntimeError) as error:
+                failure = error
+    if distributed.any_rank(failure is not None):
+        shutil.rmtree(scratch, ignore_errors=True)
+        reason = failure or "rank 0 says why"
+        raise OSError(f"checkpoint {final} could not be written: {reason}. Is the disk full?")
+    if distributed.rank() == 0 and keep:
+        for old in sorted(final.parent.glob("step_??????"))[:-keep]:
+            remove(old)
+
+
+def parts(state: State) -> Iterator[Callable[[Path], None]]:
+    """Gather the parts of a checkpoint over the ranks, one at a time; each as the function that
+    writes it into a directory.
+    """
+    weights = distributed.full_state(state.policy)
+
+    def policy(folder: Path) -> None:
+        state.policy.save_pretrained(folder / "policy", state_dict=weights)
+        state.sampler.tokenizer.save_pretrained(folder / "policy")
+
+    yield policy
+    books = position(state)
+    books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizer)
+    if state.critic is not None:
+        weights = distributed.full_state(state.critic)
+        yield lambda folder: state.critic.save_pretrained(folder / "critic", state_dict=weights)
+        optimizer = distributed.optimizer_state(state.critic, state.critic_optimizer)
+        books["critic_optimizer"] = optimizer
+    yield lambda folder: torch.save(books, folder / "trainer_state")
+
+
+def publish(scratch: Path) -> None:
+    """Note size and sum of every file, flush all to the disk, and only then give the good name."""
+    files = sorted(file for file in scratch.rglob("*") if file.is_file())
+    sums = {str(file.relative_to(scratch)): [file.stat().st_size, crc32(file)] for file in files}
+    (scratch / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
+    for path in (*scratch.rglob("*"), scratch):
+        flush(path)
+    scratch.rename(scratch.with_name(scratch.name.removeprefix("tmp_")))
+    flush(scratch.parent)
+
+
+def crc32(file: Path) -> int:
+    """CRC-32 of the contents, about 1 GB/s."""
+    total = 0
+    with open(file, "rb") as data:
+        while block := data.read(1 << 20):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a
+    good name.
+    """
+    shutil.rmtree(folder.rename(folder.with_name("tmp_" + folder.name)))
+
+
+# ---- reading
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint of the run in `folder`, on every rank; None if there is none
+    yet.
+
+    Says loudly which it passes over. Raises FileNotFoundError for a missing file, ValueError if
+    every checkpoint is damaged.
+    """
+    found = []
+    if distributed.rank() == 0:
+        for leftover in (folder / "checkpoints").glob("tmp_*"):  # of a save that was killed
+            shutil.rmtree(leftover)
+        found = [newest_undamaged(folder / "checkpoints")]
+    return distributed.gather(found)[0]
+
+
+def newest_undamaged(folder: Path) -> Path | None:
+    """Highest step_N of `folder` whose files are those that were written; damaged ones above it
+    make way, to damaged_step_N.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for candidate in sorted(folder.glob("step_??????"), reverse=True):
+        if problem := damage(candidate):
+            damaged.append((candidate, problem))
+            continue
+        for path, problem in damaged:
+            away = path.with_name("damaged_" + path.name)
+            shutil.rmtree(away, ignore_errors=True)
+            path.rename(away)
+            print0(
+                f"WARNING: {problem}. Going back: {candidate} is used, the damaged one is kept as "
+                f"{away.name}.",
+                file=sys.stderr,
+            )
+        return candidate
+    if damaged:
+        raise ValueError(
+            f"every checkpoint in {folder} is damaged ({damaged[0][1]}); put back a good copy, or "
+            "delete them all to start this run again."
+        )
+    return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, if anything; FileNotFoundError if one is
+    missing.
+    """
+    require(checkpoint, MANIFEST)
+    try:
+        sums = json.loads((checkpoint / MANIFEST).read_text())
+    except ValueError:
+        return f"{checkpoint / MANIFEST} is damaged"
+    for name in sums:
+        require(checkpoint, name)
+    for name, (written, crc) in sums.items():
+        file = checkpoint / name
+        if (size := file.stat().st_size) != written:
+            return f"{file} has {size} bytes, not the {written} that were written"
+        if crc32(file) != crc:
+            return f"{file} is not what was written (its CRC-32 differs)"
+    return None
+
+
+def require(checkpoint: Path, name: str) -> None:
+    """FileNotFoundError unless the checkpoint has the file."""
+    if not (checkpoint / name).exists():
+        raise FileNotFoundError(
+            f"{checkpoint / name} is missing: a checkpoint without its {Path(name).parts[0]} "
+            f"cannot be resumed. Put it back, or delete {checkpoint} to go on from the one before."
+        )
+
+
+def load_trainer_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
+    """Position and optimizers of a checkpoint."""
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    set_position(state, saved, problems)
+    distributed.load_optimizer_state(state.policy, state.optimizer, saved["optimizer"])
+    if state.critic is not None:
+        distributed.load_optimizer_state(
+            state.critic, state.critic_optimizer, saved["critic_optimizer"]
+        )

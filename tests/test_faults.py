@@ -1,0 +1,389 @@
+"""Signals, dead ranks, losses that are not finite, alarms."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import ROOT, SMALL, HashGrader, metrics, run, same, weights
+
+import books
+import train
+
+LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+
+
+# ---- signals
+
+
+def interrupting(monkeypatch, number, when):
+    """Send this process a signal as soon as `when(number of decode steps so far)`."""
+    decode, calls = train.rollout.Sampler._decode, []
+
+    def spy(self, *args):
+        calls.append(1)
+        if when(len(calls)):
+            os.kill(os.getpid(), number)
+        return decode(self, *args)
+
+    monkeypatch.setattr(train.rollout.Sampler, "_decode", spy)
+    return calls
+
+
+def test_sigterm_stops_sampling_and_saves_the_last_finished_step_exactly(
+    random_tiny_model, tmp_path, monkeypatch
+):
+    flags = "--steps 3 --num-critic-only-steps 1 --over-sampling 2 --partial-rollout --slots 10 "
+    flags += "--save-every 0 --lr 1e-3"
+    whole = run(tmp_path / "a", *flags.split(), model=random_tiny_model)
+    with monkeypatch.context() as patch:
+        calls = interrupting(patch, signal.SIGTERM, lambda n: n == 70)
+        rows = run(tmp_path / "b", *flags.split(), model=random_tiny_model)
+    assert len(calls) == 70  # not one token more
+    done = max(rows)
+    assert 0 < done < 3 and (tmp_path / f"b/checkpoints/step_{done:06d}/manifest.json").exists()
+    train.main(["--resume", "--output-dir", str(tmp_path / "b")])
+    resumed = metrics(tmp_path / "b")
+    numbers = lambda rows: {
+        s: {k: v for k, v in row.items() if "perf/" not in k} for s, row in rows.items()
+    }
+    assert numbers(resumed) == numbers(whole)
+    lines = [(tmp_path / f / "rollouts.jsonl").read_bytes() for f in "ab"]
+    assert lines[0] == lines[1]
+    for part in ("policy", "critic"):
+        assert same(weights(tmp_path / "a", 3, part), weights(tmp_path / "b", 3, part))
+
+
+def test_sigterm_in_an_update_finishes_the_step(random_tiny_model, tmp_path, monkeypatch):
+    update = train.update_policy
+
+    def preempted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args)
+
+    monkeypatch.setattr(train, "update_policy", preempted)
+    rows = run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
+    assert sorted(rows) == [1] and (tmp_path / "r/checkpoints/step_000001").exists()
+
+
+def test_sigterm_in_the_first_evaluation_leaves_it_to_the_next_start(
+    random_tiny_model, tmp_path, monkeypatch
+):
+    data = tmp_path / "eval.jsonl"
+    data.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
+    flags = ["--steps", 1, "--algorithm", "grpo", "--eval-data", data]
+    with monkeypatch.context() as patch:
+        interrupting(patch, signal.SIGTERM, lambda n: n == 3)
+        train.main(list(map(str, ["--output-dir", tmp_path / "r", *SMALL, *flags])))
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+    train.main(["--resume", "--output-dir", str(tmp_path / "r")])
+    rows = metrics(tmp_path / "r")
+    assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[1]
+
+
+def begin(folder, *flags):
+    """Two ranks, once they have finished a step; (launcher, ids of the ranks)."""
+    command = [*LAUNCH, "--output-dir", folder, "--steps", "500", "--nproc", "2", *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, **pipes)
+    deadline = time.time() + 120
+    while not books.holds_rows(folder / "metrics.jsonl") and time.time() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return process, list(map(int, children.split()))
+
+
+def gone(pids):
+    return [p for p in pids if not Path(f"/proc/{p}").exists()]
+
+
+def test_sigterm_to_two_ranks_saves_and_exits_0(tmp_path):
+    process, ranks = begin(tmp_path / "r")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    last = max(metrics(tmp_path / "r"))
+    assert (tmp_path / f"r/checkpoints/step_{last:06d}/manifest.json").exists()
+    assert gone(ranks) == ranks and "SIGTERM: saving" in output
+
+
+def launch(tmp_path, body):
+    """Two ranks of a small script; (finished process, seconds)."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        f"import os, signal, sys, time, traceback; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import distributed\n"
+        "distributed.launch(2)\n"
+        "distributed.init('cpu')\n"
+        "distributed.barrier()\n"
+        "begun, rank = time.time(), distributed.rank()\n"
+        "print(begun, flush=True)\n" + body
+    )
+    command = [sys.executable, script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return result, time.time() - float(result.stdout.split()[0])
+
+
+def test_a_dead_rank_ends_one_that_decodes_and_waits_for_nothing(tmp_path):
+    body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(100)\n"
+    result, seconds = launch(tmp_path, body)
+    assert result.returncode == 1 and seconds < 60
+    assert "error: rank 1 was killed by SIGKILL, and the others were ended" in result.stderr
+
+
+def test_the_cause_is_told_before_the_lost_connections(tmp_path):
+    body = (
+        "try:\n"
+        "    if rank == 1: raise RuntimeError('the cause')\n"
+        "    distributed.barrier()\n"
+        "except Exception: distributed.leave(traceback.format_exc())\n"
+    )
+    result, seconds = launch(tmp_path, body)
+    assert result.returncode == 1 and seconds < 60
+    assert result.stderr.startswith("rank 1: Traceback")
+    assert "the cause" in result.stderr.split("rank 0: ")[0]
+    assert "error: rank 1 ended with status 1" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others_within_a_minute(tmp_path):
+    process, ranks = begin(tmp_path / "r")
+    os.kill(ranks[1], signal.SIGKILL)
+    begun = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    print(f"a rank was killed; all had ended {time.monotonic() - begun:.1f} s later")
+    assert process.returncode == 1 and gone(ranks) == ranks
+    assert "error: rank 1 was killed by SIGKILL" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_tells_its_traceback_first(tmp_path):
+    script = tmp_path / "poisoned.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train\n"
+        "step = train.train_step\n"
+        "def poisoned(run, state):\n"
+        "    if state.step == 1 and train.distributed.rank() == 1:\n"
+        "        raise RuntimeError('the cause')\n"
+        "    return step(run, state)\n"
+        "train.train_step = poisoned\n"
+        "train.main()\n"
+    )
+    command = [sys.executable, script, *LAUNCH[2:], "--nproc", "2", "--output-dir", tmp_path / "r"]
+    begun = time.monotonic()
+    result = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    print(f"started, failed and ended in {time.monotonic() - begun:.1f} s")
+    assert result.returncode == 1
+    first = result.stderr.index("Traceback")
+    assert result.stderr[:first].endswith("rank 1: ")
+    assert "RuntimeError: the cause" in result.stderr[first:].split("rank 0: ")[0]
+    assert "error: rank 1 ended with status 1" in result.stderr
+
+
+# ---- losses that are not finite
+
+
+def poison(monkeypatch, part, change):
+    """Call `change(state)` before the second update of a part."""
+    update, calls = getattr(train, f"update_{part}"), []
+
+    def poisoned(run_, state, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            change(state, *args)
+        return update(run_, state, *args)
+
+    monkeypatch.setattr(train, f"update_{part}", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("part", "parameter", "value", "words"),
+    [
+        ("policy", "lm_head.weight", float("nan"), ["weight lm_head.weight: 32 of", "policy of"]),
+        ("policy", "model.norm.weight", 3e38, ["policy of problem", "loss"]),
+        ("critic", "value_head.bias", float("inf"), ["weight value_head.bias: 1 of 1", "inf"]),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_the_run_and_can_be_replayed(
+    part, parameter, value, words, random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    def change(state, *_):
+        with torch.no_grad():
+            weight = dict(getattr(state, part).named_parameters())[parameter]
+            weight[7 if weight.ndim == 2 else ...] = value
+
+    with monkeypatch.context() as patch:
+        poison(patch, part, change)
+        flags = "--steps 4 --num-critic-only-steps 0 --save-every 1".split()
+        with pytest.raises(SystemExit, match=f"the {part} is not finite in step 2") as error:
+            run(tmp_path / "r", *flags, model=random_tiny_model)
+    folder = tmp_path / "r/nonfinite_step_000002"
+    assert f"--replay {folder / 'minibatch.pt'}" in str(error.value)
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    assert len(lines) == 12 and json.loads(lines[0])["response_ids"]
+    tokens = str(error.value).split("step 2: ")[1].split(" tokens")[0]
+    capsys.readouterr()
+    train.main(["--replay", str(folder / "minibatch.pt")])
+    output = capsys.readouterr().out
+    assert f"{tokens} tokens not finite" in output and all(word in output for word in words)
+    # The last checkpoint is good, and the run goes on from it.
+    train.main(["--resume", "--output-dir", str(tmp_path / "r")])
+    assert sorted(metrics(tmp_path / "r")) == [1, 2, 3, 4]
+
+
+def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
+    random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    def change(state, batch, advantages, old_logprobs):
+        advantages[5, 2] = float("inf")
+
+    poison(monkeypatch, "policy", change)
+    with pytest.raises(SystemExit, match="policy is not finite in step 2: 1 tokens"):
+        run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
+    monkeypatch.undo()
+    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    saved = torch.load(file)
+    (row,) = (~torch.isfinite(saved["given"]["advantages"])).any(1).nonzero()[0].tolist()
+    train.main(["--replay", str(file)])
+    output = capsys.readouterr().out
+    who = saved["rollouts"][row]
+    name = f"advantages of problem {who['problem']['id']}, sample {who['sample_index']}"
+    assert f"{name}: 1 of" in output and "at [2]: inf" in output
+    assert "weight" not in output
+
+
+def test_a_gradient_that_is_not_finite_is_replayed_too(
+    random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    """Finite losses whose gradient overflows: the whole minibatch is saved."""
+
+    def change(state, batch, values, returns):
+        returns.fill_(1e18)
+        with torch.no_grad():
+            state.critic.model.norm.weight *= 100
+
+    poison(monkeypatch, "critic", change)
+    flags = "--steps 3 --num-critic-only-steps 0 --value-clip 1e30".split()
+    with pytest.raises(SystemExit, match="gradient norm of the Critic is inf"):
+        run(tmp_path / "r", *flags, model=random_tiny_model)
+    monkeypatch.undo()
+    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    train.main(["--replay", str(file)])
+    assert "gradient norm inf" in capsys.readouterr().out
+
+
+def test_a_replay_that_is_finite_says_so(random_tiny_model, tmp_path, monkeypatch):
+    def change(state, batch, advantages, old_logprobs):
+        advantages[0, 0] = float("nan")
+
+    poison(monkeypatch, "policy", change)
+    with pytest.raises(SystemExit, match="not finite"):
+        run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
+    monkeypatch.undo()
+    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    saved = torch.load(file)
+    saved["given"]["advantages"].nan_to_num_()
+    torch.save(saved, file)
+    with pytest.raises(SystemExit, match="did not come back"):
+        train.main(["--replay", str(file)])
+
+
+# ---- alarms
+
+HEALTHY = {
+    "rollout/groups_kept": 3,
+    "rollout/groups_finished": 3,
+    "rollout/all_right_share": 0.0,
+    "rollout/all_wrong_share": 0.0,
+    "rollout/truncated_share": 0.4,
+    "rollout/undecided_share": 0.1,
+    "critic/updates": 5,
+    "critic/v_std": 0.05,
+    "critic/v_mean": 0.5,
+    "critic/head_change": 1e-5,
+    "policy/mismatch_abs": 0.001,
+    "policy/entropy": 0.4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "no_signal",
+            {"rollout/groups_kept": 0, "rollout/all_wrong_share": 1.0},
+            ["100%", "refills"],
+        ),
+        ("verifier", {"rollout/verdict_timeout": 0.02}, ["2%", "--verifier-timeout-s"]),
+        ("truncated", {"rollout/truncated_share": 1.0}, ["100%", "--max-response-tokens"]),
+        ("dead_critic", {"critic/v_std": 1e-8}, ["1.0e-08", "--critic-lr"]),
+        ("dead_critic", {"critic/head_change": 0.0}, ["0.0e+00", "--critic-lr"]),
+        ("mismatch", {"policy/mismatch_abs": 0.2}, ["0.200 nats", "--is-mode"]),
+        ("entropy", {"policy/entropy": 0.01}, ["0.0100 nats", "2.5% of its start", "--lr"]),
+    ],
+)
+def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change, words, capsys):
+    from types import SimpleNamespace
+
+    found = HEALTHY | change
+    empty = 0 if found["rollout/groups_kept"] else 1
+    state = SimpleNamespace(step=9, empty_steps=empty, start_entropy=0.4)
+    raised = books.alarms(state, train.Config(group_size=8), found, [])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("WARNING step 9: ") and all(word in line for word in words)
+    assert [key for key, value in raised.items() if value] == [f"alarm/{name}"]
+
+
+def test_a_healthy_run_raises_no_alarm(random_tiny_model, tmp_path, capsys):
+    flags = "--steps 5 --num-critic-only-steps 1 --critic-lr 1e-3 --minibatches-per-step 4"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert "WARNING" not in capsys.readouterr().err
+    assert all(v == 0 for row in rows.values() for k, v in row.items() if "alarm/" in k)
+    assert rows[1]["critic/updates"] == 0 and rows[2]["critic/updates"] == 4
+
+
+def test_a_collapse_of_the_entropy_is_seen_in_a_run(random_tiny_model, tmp_path, monkeypatch):
+    def sharpen(state, *_):
+        with torch.no_grad():
+            state.policy.lm_head.weight *= 1000
+
+    poison(monkeypatch, "critic", sharpen)
+    flags = "--steps 2 --num-critic-only-steps 0 --is-mode none"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert [rows[s]["alarm/entropy"] for s in (1, 2)] == [0, 1]
+
+
+def test_empty_steps_are_counted_over_a_resume(random_tiny_model, tmp_path, monkeypatch, capsys):
+    """Three empty steps end a run, also if it was interrupted after two of them."""
+    data = tmp_path / "impossible.jsonl"
+    data.write_text('{"prompt": "1 a:+1", "label": "not this"}\n' * 4)
+    submit = HashGrader.submit  # a constant response: all of a group right, or all wrong
+    always = lambda self, response, *rest: submit(self, "", *rest)
+    monkeypatch.setattr(HashGrader, "submit", always)
+    flags = f"--algorithm grpo --data {data} --max-refills 0 --steps"
+    run(tmp_path / "r", *flags.split(), 2, model=random_tiny_model)
+    train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--steps", "9"])
+    assert sorted(metrics(tmp_path / "r")) == [1, 2, 3]
+    assert "3 steps in a row" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_three_kills_leave_no_trace():
+    command = [sys.executable, "tests/kill9.py", "--kills", "3", "--seed", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and "3 kills in" in result.stdout, result.stderr
