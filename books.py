@@ -74,13 +74,16 @@ class Clock:
         self.seconds[phase] = time.perf_counter() - begin
 
     def metrics(self, collected: Collected) -> dict[str, float]:
-        """perf/ metrics: seconds by phase and sampled tokens per second of rollout."""
+        """perf/ metrics: seconds by phase and sampled tokens per second of rollout, which may have
+        run beside the step before.
+        """
         tokens = sum(len(r.response_ids) for group in collected.finished for r in group)
         step = time.perf_counter() - self.start
         named = {f"perf/{phase}_s": s for phase, s in self.seconds.items()}
         return named | {
             "perf/step_s": step,
-            "perf/rollout_tokens_per_s": tokens / self.seconds["rollout"],
+            "perf/rollout_s": collected.seconds,
+            "perf/rollout_tokens_per_s": tokens / collected.seconds,
         }
 
 
@@ -141,6 +144,12 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
     return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def version_lag(groups: Sequence[Sequence[Rollout]], version: int) -> float:
+    """Mean number of policy updates between the weights that drew a token and those it trains."""
+    versions = [v for group in groups for r in group for v in r.weight_versions]
+    return version - sum(versions) / len(versions) if versions else math.nan
 
 
 def score_metrics(
@@ -342,6 +351,7 @@ def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence
         )
     share = metrics["rollout/undecided_share"]
     responses = max(metrics["rollout/groups_finished"] * group_size, 1)
+    earlier = [x for x in earlier if math.isfinite(x)]
     usual = statistics.mean(earlier) if len(earlier) >= 5 else 1.0
     risen = share > usual + 0.02 + 3 * math.sqrt(usual * (1 - usual) / responses)
     if not risen and not share > 0.2:

@@ -28,7 +28,7 @@ import distributed
 from data import DataOrder, Problem, Rollout
 from distributed import print0
 from model import Transformer
-from rollout import Sampler
+from rollout import Collected, Sampler
 
 MANIFEST = "manifest.json"
 
@@ -47,6 +47,7 @@ class State:
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Transformer | None = None  # frozen start policy, for the KL term
     buffer: list[list[Rollout]] = field(default_factory=list)
+    ahead: Collected | None = None  # --async-steps: the groups of the next step, sampled already
     step: int = 0  # finished steps
     critic_steps: int = 0
     empty_steps: int = 0  # the latest steps in a row that kept no group
@@ -69,6 +70,13 @@ def position(state: State) -> dict:
         "weight_version": state.sampler.weight_version,
         "order": {k: _copied(v) for k, v in state.order.state_dict().items()},
         "buffer": [[plain(r) for r in group] for group in state.buffer],
+        "ahead": state.ahead
+        and {
+            "finished": [[plain(r) for r in group] for group in state.ahead.finished],
+            "kept": [group[0].group for group in state.ahead.groups],
+            "counts": dict(state.ahead.counts),
+            "seconds": state.ahead.seconds,
+        },
     }
 
 
@@ -78,10 +86,15 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
     state.empty_steps, state.start_entropy = saved["empty_steps"], saved["start_entropy"]
     state.sampler.weight_version = saved["weight_version"]
     state.order.load_state_dict(saved["order"])
-    state.buffer = [
-        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
-        for group in saved["buffer"]
+    restored = lambda groups: [
+        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group] for group in groups
     ]
+    state.buffer, ahead = restored(saved["buffer"]), saved["ahead"]
+    if ahead:
+        finished = restored(ahead["finished"])
+        by_number = {group[0].group: group for group in finished}
+        kept = [by_number[number] for number in ahead["kept"]]
+        state.ahead = Collected(kept, state.buffer, finished, ahead["counts"], ahead["seconds"])
 
 
 def plain(rollout: Rollout) -> dict:

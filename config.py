@@ -72,6 +72,7 @@ class Config:
     failure_weighted: bool = _f(False, "draw problems in proportion to 1 - their pass rate so far")
     over_sampling: float = _f(1.0, "groups started per group wanted; the surplus is aborted when enough are kept")
     max_refills: int = _f(4, "most further rounds of sampling in a step when too few groups were kept")
+    async_steps: int = _f(0, "1: sample the next step on the weights before the update, in a thread beside it; one process, needs an --is-mode")
     partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")
 
     # Reward
@@ -184,7 +185,7 @@ class Config:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             known = value is None or value in choices
-            _require(known, name, f"is {value!r}; choose one of {', '.join(choices)}")
+            _require(known, name, f"is {value!r}; choose one of {', '.join(map(str, choices))}")
         k = self.gae_lambda_k
         _require(k is None or 0 < k <= 1, "gae_lambda_k", f"is {k}; it must be in (0, 1]")
         c = self.dual_clip
@@ -244,6 +245,18 @@ class Config:
             "reward_mix",
             f"mixes correctness; with the control --reward {self.reward} it must be left out",
         )
+        _require(
+            not self.async_steps or self.is_mode != "none",
+            "async_steps",
+            "trains on samples of an older policy, which only importance weights make right; set "
+            "--is-mode tis or icepop as well",
+        )
+        _require(
+            not self.async_steps or self.nproc == 1,
+            "async_steps",
+            "works in one process: beside the collectives of an update, those of a rollout would "
+            "meet in any order",
+        )
 
 
 POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens
@@ -281,6 +294,7 @@ RANGES = (
     ("std_ddof", 0, 1),
 )
 CHOICES = {
+    "async_steps": (0, 1),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16"),
     "head_dtype": ("auto", "float32", "bfloat16"),

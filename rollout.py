@@ -288,6 +288,7 @@ class Collected:
     unfinished: list[list[Rollout]]
     finished: list[list[Rollout]]  # all that ended, kept or not, in order of draw
     counts: dict[str, int]
+    seconds: float = 0.0  # that sampling took
 
 
 def sample_groups(

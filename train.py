@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -117,6 +118,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     config.think = think_mode(config.think, problems)
     if config.reward == "majority" and {p.verifier for p in problems} - {"math", "choice"}:
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
+    if config.async_steps and distributed.world_size() > 1:
+        raise ConfigError("--async-steps works in one process; start without torchrun.")
     folder = open_run_directory(config)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
@@ -241,16 +244,72 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     """
     config, clock = run.config, books.Clock()
     before = checkpoint.position(state)
-    with clock("rollout"):
-        collected = rollout.collect(
-            state.sampler, run.grader, run.problems, state.order, state.buffer, config, state.step
-        )
-        state.buffer = collected.unfinished
+    collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
         checkpoint.set_position(state, before, run.problems)
         return None
+    with sampling_ahead(run, state, clock):
+        metrics = learn(run, state, collected, clock)
+    if "policy/loss" in metrics:
+        with clock("refresh_sampler"):
+            distributed.copy_weights(state.policy, state.sampler.model)
+            state.sampler.weight_version += 1
+    state.step += 1
+    state.empty_steps = 0 if collected.groups else state.empty_steps + 1
+    if state.start_entropy is None:
+        state.start_entropy = metrics.get("policy/entropy")
+    return metrics | clock.metrics(collected)
+
+
+def collect(run: Run, state: State, step: int) -> rollout.Collected:
+    """Step 1, with the weights the sampler has."""
+    start = time.perf_counter()
+    collected = rollout.collect(
+        state.sampler, run.grader, run.problems, state.order, state.buffer, run.config, step
+    )
+    state.buffer, collected.seconds = collected.unfinished, time.perf_counter() - start
+    return collected
+
+
+@contextmanager
+def sampling_ahead(run: Run, state: State, clock: books.Clock) -> Iterator[None]:
+    """--async-steps 1: sample the next step in a thread while the body updates the policy.
+
+    The thread has the sampler, the order and the buffer for itself until it ends, and it ends
+    before the sampler gets new weights: a rollout never sees half an update.
+    """
+    state.ahead = None
+    if not run.config.async_steps or state.step + 1 == run.config.steps:
+        yield
+        return
+    stream = torch.cuda.Stream() if run.device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())  # behind the last copy of weights
+
+    def work() -> rollout.Collected:
+        with torch.cuda.stream(stream):  # of its own, or its kernels queue behind the update
+            return collect(run, state, state.step + 1)
+
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(work)
+        try:
+            yield
+            with clock("wait_rollout"):
+                state.ahead = future.result()
+        except BaseException:
+            state.sampler.interrupted = True  # nobody wants the rest
+            raise
+
+
+def learn(
+    run: Run, state: State, collected: rollout.Collected, clock: books.Clock
+) -> dict[str, float]:
+    """Steps 2 to 7 on the groups of a step, and its samples; returns the metrics."""
+    config = run.config
     add_overlong_penalty(collected, config)
     metrics = books.rollout_metrics(collected, config)
+    lag = books.version_lag(collected.groups, state.sampler.weight_version)
+    metrics["rollout/version_lag"] = lag
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
     if kept:
@@ -277,11 +336,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
             metrics |= books.score_metrics(batch, old_logprobs, entropy, advantages)
     tokens = {"values": values, "advantages": advantages}
     books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
-    state.step += 1
-    state.empty_steps = 0 if kept else state.empty_steps + 1
-    if state.start_entropy is None:
-        state.start_entropy = metrics.get("policy/entropy")
-    return metrics | clock.metrics(collected)
+    return metrics
 
 
 def add_overlong_penalty(collected: rollout.Collected, config: Config) -> None:
@@ -465,7 +520,7 @@ def update_critic(
 def update_policy(
     run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor
 ) -> dict[str, float]:
-    """The surrogate objective; then the sampler gets the new weights."""
+    """The surrogate objective, weighted for the distance between sampler and trainer."""
     config, sums = run.config, books.Sums()
     mask = loss_mask(batch, config)
     weights, weight_parts = losses.importance_weights(
@@ -484,8 +539,6 @@ def update_policy(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )
         update(run, state, "policy", batch, rows, given, config.lr, sums)
-    distributed.copy_weights(state.policy, state.sampler.model)
-    state.sampler.weight_version += 1
     metrics = (
         sums.means()
         | {name: float(a / b) for name, (a, b) in weight_parts.items()}
@@ -748,7 +801,7 @@ def train(config: Config, device: torch.device) -> Path:
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
         books.forget_after(run.folder / name, state.step)
     undecided = books.history(metrics_file, "rollout/undecided_share")
-    with run.grader, handle_signals(state):
+    with run.grader, handle_signals(state, config):
         if state.step >= config.steps:
             print0(
                 f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
@@ -812,17 +865,17 @@ def save_or_warn(run: Run, state: State) -> None:
 
 
 @contextmanager
-def handle_signals(state: State) -> Iterator[None]:
+def handle_signals(state: State, config: Config) -> Iterator[None]:
     """Ctrl-C: finish the step in hand and save; a second one ends at once. SIGTERM, from whoever
     wants the machine back: stop sampling and save the last finished step, or finish an update that
-    has begun.
+    has begun (and with --async-steps the rollout beside it, which cannot be had again).
     """
 
     def handler(number, frame):
         if state.stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         state.stop = True
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM and not config.async_steps:
             state.sampler.interrupted = True
         print0(SIGNAL_NOTE[number], file=sys.stderr)
 
