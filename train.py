@@ -622,6 +622,7 @@ def update(
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(model, optimizer, lr, run.config))
     except FloatingPointError as error:
+        print0(f"\n{error}: saving the minibatch", file=sys.stderr)
         file = save_replay(
             run,
             state,

@@ -109,6 +109,7 @@ def gone(pids):
     return [p for p in pids if not Path(f"/proc/{p}").exists()]
 
 
+@pytest.mark.slow
 def test_sigterm_to_two_ranks_saves_and_exits_0(tmp_path):
     process, ranks = begin(tmp_path / "r")
     process.send_signal(signal.SIGTERM)
@@ -141,6 +142,19 @@ def test_a_dead_rank_ends_one_that_decodes_and_waits_for_nothing(tmp_path):
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
     assert "error: rank 1 was killed by SIGKILL, and the others were ended" in result.stderr
+
+
+def test_the_launcher_passes_sigterm_on_and_waits(tmp_path):
+    body = (
+        "def save(*_): time.sleep(1); print('saved by', rank, flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "distributed.barrier()\n"
+        "os.kill(os.getppid(), signal.SIGTERM) if rank == 1 else None\n"
+        "time.sleep(100)\n"
+    )
+    result, seconds = launch(tmp_path, body)
+    assert result.returncode == 0 and seconds < 60, result.stderr
+    assert "saved by 0" in result.stdout and "saved by 1" in result.stdout
 
 
 def test_the_cause_is_told_before_the_lost_connections(tmp_path):
