@@ -130,7 +130,7 @@ def launch(tmp_path, body):
         "distributed.init('cpu')\n"
         "distributed.barrier()\n"
         "begun, rank = time.time(), distributed.rank()\n"
-        "print(begun, flush=True)\n" + body
+        "print(begun, flush=True) if rank == 0 else None\n" + body
     )
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
