@@ -242,7 +242,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     """Steps 1 to 7 of the method; returns the metrics of the step, or None if SIGTERM cut its
     rollout short and nothing has changed.
     """
-    config, clock = run.config, books.Clock()
+    clock = books.Clock()
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):

@@ -329,7 +329,7 @@ HEALTHY = {
     "critic/updates": 5,
     "critic/v_std": 0.05,
     "critic/v_mean": 0.5,
-    "critic/head_change": 1e-5,
+    "critic/head_movement": 1e-5,
     "policy/mismatch_abs": 0.001,
     "policy/entropy": 0.4,
 }
@@ -346,7 +346,7 @@ HEALTHY = {
         ("verifier", {"rollout/verdict_timeout": 0.02}, ["2%", "--verifier-timeout-s"]),
         ("truncated", {"rollout/truncated_share": 1.0}, ["100%", "--max-response-tokens"]),
         ("dead_critic", {"critic/v_std": 1e-8}, ["1.0e-08", "--critic-lr"]),
-        ("dead_critic", {"critic/head_change": 0.0}, ["0.0e+00", "--critic-lr"]),
+        ("dead_critic", {"critic/head_movement": 0.0}, ["0.0e+00", "--critic-lr"]),
         ("mismatch", {"policy/mismatch_abs": 0.2}, ["0.200 nats", "--is-mode"]),
         ("entropy", {"policy/entropy": 0.01}, ["0.0100 nats", "2.5% of its start", "--lr"]),
     ],
