@@ -501,17 +501,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         options = parse(argv)
         kind = distributed.choose_device(options.device, options.nproc)
-        distributed.relaunch(options.nproc)
+        distributed.launch(options.nproc)
         device = distributed.init(kind)
         if options.dtype == "auto":
             options.dtype = "bfloat16" if device.type == "cuda" else "float32"
         run(options, device)
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("stopped; the sets that were done are in --output.") from None
-    finally:
         distributed.shutdown()
+    except (ValueError, OSError, ImportError) as error:
+        distributed.leave(f"error: {error}")
+    except KeyboardInterrupt:
+        distributed.leave("stopped; the sets that were done are in --output.")
 
 
 if __name__ == "__main__":
