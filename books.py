@@ -114,16 +114,22 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     """
     ended = [r for group in collected.finished for r in group]
     kept = [r for group in collected.groups for r in group]
+    chosen = {group[0].group for group in collected.groups}
+    dropped = [r for r in ended if r.group not in chosen]
     count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
     groups = [[r.reward for r in group] for group in collected.finished]
     signal = group_signal(groups)
     reasons = Counter(r.reason for r in ended)
+    spread = lambda r: max(r.weight_versions) - min(r.weight_versions)
     metrics = {
         "groups_kept": len(collected.groups),
         "groups_finished": count["finished"],
         "groups_aborted": count["aborted"],
         "groups_resumed": count["resumed"],
         "groups_surplus": count["surplus"],
+        "groups_regenerated": count["regenerated"],
+        "responses_preempted": count["preempted"],
+        "slot_occupancy": count["row_steps"] / (count["decode_steps"] * config.slots or math.nan),
         "rounds": count["rounds"],
         "zero_variance_share": mean([not has_signal(rewards) for rewards in groups]),
         "all_right_share": signal["solve_all"],
@@ -134,10 +140,12 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
         "response_length_max": max((len(r.response_ids) for r in ended), default=0),
         "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
+        "dropped_response_length_mean": mean([len(r.response_ids) for r in dropped]),
         "overlong_penalty_mean": mean([r.overlong_penalty for r in ended]),
         "truncated_share": mean([r.finish_reason == "length" for r in ended]),
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
+        "version_spread_max": max(map(spread, kept), default=0),
     }
     if "format" in reward_weights(config.reward_mix):
         metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])

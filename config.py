@@ -67,6 +67,8 @@ class Config:
     temperature: float = _f(1.0, "sampling temperature; trained log-probs use it too, V never does")
     think: str = _f("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none")
     slots: int = _f(64, "responses decoded at the same time per process")
+    kv_cache_tokens: int = _f(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold, or a quarter of the CPU's")
+    prefill_chunk_tokens: int = _f(8192, "most prompt tokens the sampler computes in one forward; changes memory, never the result")
     dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
     max_pass_rate: float | None = _f(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off")
     failure_weighted: bool = _f(False, "draw problems in proportion to 1 - their pass rate so far")
@@ -74,6 +76,8 @@ class Config:
     max_refills: int = _f(4, "most further rounds of sampling in a step when too few groups were kept")
     async_steps: int = _f(0, "1: sample the next step on the weights before the update, in a thread beside it; one process, needs an --is-mode")
     partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")
+    partial_mask_old: bool = _f(False, "leave tokens that an older policy sampled out of the policy loss")
+    max_staleness: int | None = _f(None, "aborted groups with a token sampled more than this many policy updates ago start anew; unset: no bound")
 
     # Reward
     reward: str = _f("correct", "correct: the verifier's; controls that ignore the label: random (a fair coin), format_only, majority (of the group's answers)")
@@ -138,6 +142,9 @@ class Config:
     keep_checkpoints: int = _f(2, "newest checkpoints kept; 0: all")
     eval_every: int = _f(5, "steps between held-out evaluations; 0: only before and after")
     eval_samples: int = _f(4, "responses per held-out problem")
+    eval_top_p: float = _f(1.0, "evaluation draws from the likeliest tokens of this total probability; training from all")
+    eval_top_k: int = _f(0, "evaluation draws from that many likeliest tokens; 0: all")
+    eval_min_p: float = _f(0.0, "evaluation draws tokens at least this likely, relative to the likeliest")
     log_samples: int = _f(8, "responses per step written to rollouts.jsonl; -1: all")
     report_to: str = _f("none", "also send the metrics to: none, tensorboard (RUN/tensorboard) or wandb")
     # fmt: on
@@ -239,6 +246,16 @@ class Config:
             "partial_rollout",
             "resumes what over-sampling aborts; set --over-sampling above 1 as well",
         )
+        partial = "acts on resumed groups; set --partial-rollout as well"
+        _require(self.partial_rollout or not self.partial_mask_old, "partial_mask_old", partial)
+        _require(self.partial_rollout or self.max_staleness is None, "max_staleness", partial)
+        longest = self.max_prompt_tokens + self.max_response_tokens
+        _require(
+            not self.kv_cache_tokens or self.kv_cache_tokens >= longest,
+            "kv_cache_tokens",
+            f"({self.kv_cache_tokens}) holds less than one prompt and response of max_prompt_tokens "
+            f"+ max_response_tokens ({longest}); raise it, or set 0",
+        )
         _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
         _require(
             self.reward == "correct" or reward_weights(self.reward_mix) == {"correct": 1.0},
@@ -261,11 +278,12 @@ class Config:
 
 POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens
     max_response_tokens temperature slots verifier_workers verifier_timeout_s epochs_per_step
-    minibatches_per_step critic_updates_per_step max_grad_norm eval_samples gamma gae_lambda_alpha
+    minibatches_per_step critic_updates_per_step max_grad_norm eval_samples eval_top_p
+    prefill_chunk_tokens gamma gae_lambda_alpha
     overlong_injection_alpha""".split()
 NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills
     overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every
-    keep_checkpoints""".split()
+    keep_checkpoints kv_cache_tokens eval_top_k""".split()
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.
@@ -292,6 +310,9 @@ RANGES = (
     ("max_pass_rate", 0, 1),
     ("cov_fraction", 0, 1),
     ("std_ddof", 0, 1),
+    ("max_staleness", 0, float("inf")),
+    ("eval_top_p", 0, 1),
+    ("eval_min_p", 0, 1),
 )
 CHOICES = {
     "async_steps": (0, 1),

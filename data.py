@@ -380,6 +380,7 @@ class Batch:
     rollouts: list[Rollout]
     response_lengths: Tensor  # (N,) int64
     response_mask: Tensor  # (N, T) bool, from lengths alone
+    fresh: Tensor  # (N, T) bool, those of them that the newest policy sampled
     rollout_logprobs: Tensor  # (N, T) float32
     rewards: Tensor  # (N,) float32, raw
     truncated: Tensor  # (N,) bool
@@ -395,17 +396,23 @@ def length_mask(lengths: Tensor, width: int | None = None) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
-def to_batch(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Batch:
-    """Scalars of finished rollouts as padded tensors."""
+def to_batch(
+    rollouts: Sequence[Rollout], device: torch.device | str = "cpu", weight_version: int = 0
+) -> Batch:
+    """Scalars of finished rollouts as padded tensors. weight_version: the newest policy's."""
     lengths = torch.tensor([len(r.response_ids) for r in rollouts], device=device)
     mask = length_mask(lengths)
     logprobs = torch.zeros(mask.shape, device=device)
     logprobs[mask] = torch.tensor([x for r in rollouts for x in r.rollout_logprobs], device=device)
+    versions = torch.tensor([v for r in rollouts for v in r.weight_versions], device=device)
+    fresh = torch.zeros_like(mask)
+    fresh[mask] = versions == weight_version
     groups = torch.tensor([r.group for r in rollouts], device=device)
     return Batch(
         rollouts=list(rollouts),
         response_lengths=lengths,
         response_mask=mask,
+        fresh=fresh,
         rollout_logprobs=logprobs,
         rewards=torch.tensor([r.reward for r in rollouts], device=device),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], device=device),

@@ -7,7 +7,8 @@ alone, so slots, batch composition, rank count and resume change nothing about w
 """
 
 import math
-from collections import defaultdict, deque
+import os
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,8 +19,10 @@ from tqdm import tqdm
 
 import distributed
 from data import DataOrder, Problem, Rollout
-from model import KVCache, Transformer
+from kvcache import KVCache
+from model import Transformer, head_size
 from rewards import has_format
+from scheduler import Batch, Job
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -59,7 +62,36 @@ def uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
     return shift(x, 12).double() * 2.0**-52
 
 
-def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens evaluation may draw; training has none, its log-probs are of the whole softmax.
+
+    top_k: the likeliest so many, 0 for all. top_p: the smallest set of that mass among those.
+    min_p: those at least that likely as the likeliest.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __call__(self, logprobs: Tensor) -> Tensor:
+        """logprobs (B, V) -> the same, -inf where not to be drawn."""
+        if self.top_k:
+            least = logprobs.topk(min(self.top_k, logprobs.shape[1])).values[:, -1:]
+            logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
+        if self.top_p < 1:
+            p, order = logprobs.softmax(-1).sort(descending=True)
+            beyond = p.cumsum(-1) - p >= self.top_p  # likelier tokens have that mass already
+            logprobs = logprobs.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
+        if self.min_p:
+            least = logprobs.amax(-1, keepdim=True) + math.log(self.min_p)
+            logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
+        return logprobs
+
+
+def draw(
+    logits: Tensor, temperature: float, u: Tensor, truncation: Truncation | None = None
+) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling: logits (B, V) float32, u (B,) -> tokens (B,) int64 and their log-probs
     (B,) float32.
 
@@ -68,30 +100,48 @@ def draw(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]
     """
     logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, -1)
     if temperature > 0:
-        cdf = (
-            logprobs.double().exp().cumsum(-1)
-        )  # float64: a float32 sum of 130k terms would move the edges
+        kept = truncation(logprobs) if truncation else logprobs
+        cdf = kept.double().exp().cumsum(-1)  # a float32 sum of 130k terms would move the edges
         tokens = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
     else:
         tokens = logits.argmax(-1, keepdim=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
+# ---- the sampler
+
+
 class Sampler:
-    """Continuous batching on `slots` cache rows. `model` is whole on this rank: decoding does no
+    """Continuous batching on `slots` rows. `model` is whole on this rank: decoding does no
     collective.
+
+    kv_cache_tokens: most tokens with keys and values at a time; 0: what the memory allows.
+    prefill_chunk_tokens: most prompt tokens in one forward. page: tokens per page.
     """
 
     def __init__(
-        self, model: Transformer, eos_ids: Iterable[int], slots: int = 64, tokenizer: Any = None
+        self,
+        model: Transformer,
+        eos_ids: Iterable[int],
+        slots: int = 64,
+        tokenizer: Any = None,
+        *,
+        kv_cache_tokens: int = 0,
+        prefill_chunk_tokens: int = 8192,
+        page: int | None = None,
     ):
         self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
         self.tokenizer = tokenizer
+        if tokenizer is not None:
+            model.restrict_vocabulary(len(tokenizer))
         self.device = model.head_weight.device
+        on_gpu = self.device.type == "cuda"
+        self.kv_cache_tokens, self.chunk = kv_cache_tokens, prefill_chunk_tokens
+        self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
+        self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
         self.weight_version = 0
-        self.interrupted = (
-            False  # set from outside: leave everything as it is before the next token
-        )
+        self.interrupted = False  # set from outside: leave everything before the next token
+        self.counts: Counter[str] = Counter()  # of work done: see `run`
 
     def generate(
         self,
@@ -100,6 +150,7 @@ class Sampler:
         max_new_tokens: int = 128,
         temperature: float = 1.0,
         seed: int = 0,
+        truncation: Truncation | None = None,
     ) -> list[Rollout]:
         """n responses to each prompt (token ids), in order: n of the first, n of the second, ...
 
@@ -109,7 +160,7 @@ class Sampler:
         for p, ids in enumerate(prompts):
             problem = Problem(str(p), p, "", list(ids), "")
             rollouts += [Rollout(problem, p, j, response_key(seed, 0, p, j)) for j in range(n)]
-        self.run(rollouts, max_new_tokens, temperature)
+        self.run(rollouts, max_new_tokens, temperature, truncation=truncation)
         return rollouts
 
     @torch.inference_mode()
@@ -119,79 +170,137 @@ class Sampler:
         max_new_tokens: int,
         temperature: float,
         on_finish: Callable[[Rollout], bool] = lambda rollout: False,
+        truncation: Truncation | None = None,
     ) -> None:
-        """Continue every rollout to its end, in place, in the order given.
+        """Continue every rollout to its end, in place, started in the order given.
 
         Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
         that ends, in the order of the decode steps; once it returns True the rest is left as it is,
-        unfinished.
+        unfinished. Adds to `counts`: decode steps, row_steps (sum of rows over them), prefill
+        tokens, preempted rollouts. Holds no memory afterwards.
         """
+        batch = Batch(
+            self._new_cache(rollouts, max_new_tokens),
+            self.slots,
+            [r for r in rollouts if not r.finished],
+        )
+        left = lambda row: max_new_tokens - len(row.rollout.response_ids)
+        stop = False
+        while (batch.queue or batch.rows) and not stop and not self.interrupted:
+            prompts, copies, rests = batch.admit()
+            self._prefill(batch.cache, prompts)
+            batch.cache.copy(copies)
+            self._prefill(batch.cache, rests)
+            steps = min(self.check_every, *map(left, batch.rows))
+            batch.reserve(steps)
+            rows = list(batch.rows)
+            self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
+            tokens, logprobs = self._decode(batch, steps, temperature, truncation)
+            for row, ids, values in zip(rows, tokens, logprobs, strict=True):
+                self._extend(row.rollout, ids, values, max_new_tokens)
+                if row.rollout.finished:
+                    batch.leave(row)
+                    stop = on_finish(row.rollout) or stop
+        self.counts["preempted"] += batch.preempted
+        del batch
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the trainer wants the memory
+
+    def _new_cache(self, rollouts: Sequence[Rollout], max_new_tokens: int) -> KVCache:
+        """An empty cache that any one of the rollouts fits in, or ValueError."""
         if any(not r.problem.prompt_ids for r in rollouts):
             raise ValueError(
                 "a prompt has no tokens; the first response token needs a state to be chosen in."
             )
-        queue = deque(r for r in rollouts if not r.finished)
-        cache = KVCache(self.model.config, self.slots, self.model.model.compute_dtype, self.device)
-        running: dict[int, Rollout] = {}  # slot -> rollout
-        stop = False
-        while (queue or running) and not stop and not self.interrupted:
-            if queue and len(running) < self.slots:
-                free = [s for s in range(self.slots) if s not in running]
-                admitted = {s: queue.popleft() for s in free[: len(queue)]}
-                self._prefill(cache, admitted)
-                running = dict(sorted((running | admitted).items()))
-            tokens, logprobs = self._decode(cache, running, temperature)
-            for (slot, r), token, logprob in zip(
-                list(running.items()), tokens, logprobs, strict=True
-            ):
-                r.response_ids.append(token)
-                r.rollout_logprobs.append(logprob)
-                r.weight_versions.append(self.weight_version)
-                if token in self.eos_ids or len(r.response_ids) == max_new_tokens:
-                    r.finish_reason = "stop" if token in self.eos_ids else "length"
-                    r.text = self._text(r)
-                    del running[slot]
-                    stop = on_finish(r) or stop
-
-    def _prefill(self, cache: KVCache, admitted: dict[int, Rollout]) -> None:
-        """Fill the cache with all tokens of each admitted rollout but the last, which `_decode`
-        will feed.
-
-        Rollouts with the same tokens so far (a group at its start) are computed once and copied.
-        """
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for slot, r in admitted.items():
-            alike[tuple(r.problem.prompt_ids + r.response_ids)[:-1]].append(slot)
-        sources = {slots[0]: ids for ids, slots in alike.items() if ids}
-        if sources:
-            lengths = torch.tensor([0, *map(len, sources.values())])
-            cu_seqlens = lengths.cumsum(0).to(self.device, torch.int32)
-            ids = torch.tensor([i for ids in sources.values() for i in ids], device=self.device)
-            positions = torch.cat(
-                [torch.arange(n, device=self.device) for n in lengths[1:].tolist()]
+        config, dtype = self.model.config, self.model.model.compute_dtype
+        heads = config.num_attention_heads, config.num_key_value_heads, head_size(config)
+        longest = max((len(r.problem.prompt_ids) for r in rollouts), default=0) + max_new_tokens
+        native = self.model.model.rotary.native_length
+        if native and longest > native + 1:  # the last token is never fed
+            raise ValueError(
+                f"a cache of {longest - 1} tokens is impossible with this rope type, every token "
+                f"past {native} changes all keys; limit prompt + response to that."
             )
-            attend = cache.prefill(
-                torch.tensor(list(sources), device=self.device), cu_seqlens, int(lengths.max())
+        limit = self.kv_cache_tokens or self._affordable_tokens()
+        if longest > limit:
+            raise ValueError(
+                f"a prompt and a response of {longest} tokens together do not fit in a KV cache of "
+                f"{limit} tokens; raise --kv-cache-tokens or lower --max-response-tokens."
             )
-            self.model.model(ids, positions, attend)
-        for ids, slots in alike.items():
-            if ids and len(slots) > 1:
-                cache.copy(slots[0], torch.tensor(slots[1:], device=self.device), len(ids))
+        # One page more than asked for: the last member of a group may copy a page of its prompt.
+        pages = -(-limit // self.page) + 1
+        return KVCache(
+            config.num_hidden_layers, *heads, page=self.page, max_pages=pages, dtype=dtype,
+            device=self.device,
+        )  # fmt: skip
+
+    def _affordable_tokens(self) -> int:
+        """Tokens in four fifths of the free GPU memory, or in a quarter of all CPU memory."""
+        config = self.model.config
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+        per_token *= self.model.model.compute_dtype.itemsize
+        if self.device.type == "cuda":
+            return int(0.8 * torch.cuda.mem_get_info(self.device)[0]) // per_token
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return memory // 4 // distributed.world_size() // per_token
+
+    def _prefill(self, cache: KVCache, jobs: Sequence[Job]) -> None:
+        """Store keys and values of the jobs' tokens, at most `chunk` of them in one forward."""
+        pieces: list[Job] = []
+        room = self.chunk
+        for pages, start, ids in jobs:
+            while ids:
+                pieces.append((pages, start, ids[:room]))
+                start, ids, room = start + room, ids[room:], room - len(ids[:room])
+                if not room:
+                    self._forward(cache, pieces)
+                    pieces, room = [], self.chunk
+        if pieces:
+            self._forward(cache, pieces)
+
+    def _forward(self, cache: KVCache, pieces: Sequence[Job]) -> None:
+        """One forward over pieces of prompts."""
+        spans = [(pages, start, start + len(ids)) for pages, start, ids in pieces]
+        ids = torch.tensor([i for *_, ids in pieces for i in ids], device=self.device)
+        positions = torch.tensor([t for _, a, b in spans for t in range(a, b)], device=self.device)
+        self.model.model(ids, positions, cache.prefill(spans))
+        self.counts["prefill_tokens"] += len(ids)
 
     def _decode(
-        self, cache: KVCache, running: dict[int, Rollout], temperature: float
-    ) -> tuple[list[int], list[float]]:
-        """One token for every running rollout."""
-        rollouts = running.values()
-        tensor = lambda x: torch.tensor(x, device=self.device)
-        last = tensor([(r.response_ids or r.problem.prompt_ids)[-1] for r in rollouts])
-        lengths = tensor([len(r.problem.prompt_ids) + len(r.response_ids) - 1 for r in rollouts])
-        u = uniforms(
-            tensor([r.key for r in rollouts]), tensor([len(r.response_ids) for r in rollouts])
-        )
-        hidden = self.model.model(last, lengths, cache.decode(tensor(list(running)), lengths))
-        tokens, logprobs = draw(self.model.logits(hidden), temperature, u)
-        return tokens.tolist(), logprobs.tolist()
+        self, batch: Batch, steps: int, temperature: float, truncation: Truncation | None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The next `steps` tokens of every row, and their log-probs.
+
+        The host waits for the device once, at the end: a row that stops early is decoded on, and
+        `_extend` drops what comes after.
+        """
+        state = [
+            (row.last, row.stored, row.rollout.key, len(row.rollout.response_ids))
+            for row in batch.rows
+        ]
+        last, lengths, keys, counts = torch.tensor(state, device=self.device).T.contiguous()
+        view, drawn = batch.view(), []
+        for step in range(steps):
+            attend = batch.cache.decode(view, lengths + step)
+            hidden = self.model.model(last, lengths + step, attend)
+            u = uniforms(keys, counts + step)
+            drawn.append(draw(self.model.logits(hidden), temperature, u, truncation))
+            last = drawn[-1][0]
+        tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*drawn, strict=True))
+        return tokens, logprobs
+
+    def _extend(
+        self, r: Rollout, tokens: Sequence[int], logprobs: Sequence[float], max_new_tokens: int
+    ) -> None:
+        """Append tokens up to the first stop token or the end of the budget."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            r.response_ids.append(token)
+            r.rollout_logprobs.append(logprob)
+            r.weight_versions.append(self.weight_version)
+            if token in self.eos_ids or len(r.response_ids) == max_new_tokens:
+                r.finish_reason = "stop" if token in self.eos_ids else "length"
+                r.text = self._text(r)
+                return
 
     def _text(self, rollout: Rollout) -> str:
         """Text without the stop token; special tokens stay, they may be the thinking tags."""
@@ -301,6 +410,7 @@ def sample_groups(
     think: str,
     reward: str = "correct",
     enough: Callable[[list[list[Rollout]]], bool] = lambda finished: False,
+    truncation: Truncation | None = None,
     progress: tqdm | None = None,
 ) -> None:
     """Finish and grade groups in place. Once `enough(finished groups so far)` is true the rest is
@@ -327,9 +437,8 @@ def sample_groups(
             progress.update()
         return enough(finished)
 
-    sampler.run(
-        [r for rollouts in groups for r in rollouts], max_new_tokens, temperature, on_finish
-    )
+    every = [r for rollouts in groups for r in rollouts]
+    sampler.run(every, max_new_tokens, temperature, on_finish, truncation)
     for group in tracked.values():
         group.grade()
 
@@ -353,10 +462,21 @@ def collect(
     Every round starts over_sampling times the groups still wanted, those of the buffer first. With
     dynamic sampling a group is kept if its raw rewards differ. Groups that finish first are kept
     first; those still running when enough are kept are aborted, and returned in `unfinished` for
-    the next step if `partial_rollout` is set.
+    the next step if `partial_rollout` is set. A group of the buffer with a token that is more than
+    `max_staleness` weight versions old starts anew.
     """
-    wanted, waiting = config.prompts_per_step, deque(buffer)
-    counts: dict[str, int] = defaultdict(int, resumed=len(buffer))
+    wanted = config.prompts_per_step
+    oldest = -math.inf  # weight version a resumed token may have
+    if config.max_staleness is not None:
+        oldest = sampler.weight_version - config.max_staleness
+    stale = lambda group: any(min(r.weight_versions, default=oldest) < oldest for r in group)
+    start = lambda problem, number: new_group(
+        problem, number, seed=config.seed, step=step, size=config.group_size
+    )
+    waiting = deque(start(g[0].problem, g[0].group) if stale(g) else g for g in buffer)
+    counts: dict[str, int] = defaultdict(int, regenerated=sum(map(stale, buffer)))
+    counts["resumed"] = len(buffer) - counts["regenerated"]
+    sampler.counts.clear()
     keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)
     kept: list[list[Rollout]] = []
     ended: list[list[Rollout]] = []
@@ -372,11 +492,7 @@ def collect(
         groups = [waiting.popleft() for _ in range(min(len(waiting), number_started))]
         while len(groups) < number_started:
             number, index = order.draw()
-            groups.append(
-                new_group(
-                    problems[index], number, seed=config.seed, step=step, size=config.group_size
-                )
-            )
+            groups.append(start(problems[index], number))
         # A rank stops when its share of the missing groups is kept: decoding does no collective.
         share = math.ceil(missing / ranks)
         mine = groups[rank::ranks]
@@ -408,6 +524,9 @@ def collect(
         "aborted": len(waiting),
         "surplus": max(0, len(kept) - wanted),
     }
+    for work in distributed.gather([dict(sampler.counts)]):
+        for name, count in work.items():
+            counts[name] += count
     resume = list(waiting) if config.partial_rollout else []
     return Collected(kept[:wanted], resume, ended, dict(counts))
 
@@ -422,6 +541,7 @@ def evaluate(
     temperature: float,
     think: str,
     seed: int,
+    truncation: Truncation | None = None,
 ) -> list[list[Rollout]]:
     """`samples` graded responses to every problem, in order, shared over ranks. The same random
     numbers every time.
@@ -443,6 +563,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             think=think,
+            truncation=truncation,
             progress=progress,
         )
     return sorted(distributed.gather(mine), key=lambda group: group[0].group)

@@ -133,7 +133,15 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     for model in (policy, whole):
         model.set_head_dtype(DTYPES[config.head_dtype])
-    sampler = rollout.Sampler(whole, stop_ids(start, tokenizer), config.slots, tokenizer)
+        model.restrict_vocabulary(len(tokenizer))
+    sampler = rollout.Sampler(
+        whole,
+        stop_ids(start, tokenizer),
+        config.slots,
+        tokenizer,
+        kv_cache_tokens=config.kv_cache_tokens,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+    )
     state = State(
         policy,
         adamw(policy, config.lr, config),
@@ -154,6 +162,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         state.reference = (
             Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
         )
+        state.reference.restrict_vocabulary(len(tokenizer))
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
@@ -313,7 +322,7 @@ def learn(
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
     if kept:
-        batch = to_batch(kept, run.device)
+        batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
             with clock("score_critic"):
@@ -481,11 +490,10 @@ def compute_advantages(
 
 def loss_mask(batch: Batch, config: Config) -> Tensor:
     """(N, T) tokens that train the policy: all of a response, none of a truncated one under
-    --overlong-filter.
+    --overlong-filter, those of the newest policy under --partial-mask-old.
     """
-    if config.overlong_filter:
-        return batch.response_mask & ~batch.truncated[:, None]
-    return batch.response_mask
+    mask = batch.fresh if config.partial_mask_old else batch.response_mask
+    return mask & ~batch.truncated[:, None] if config.overlong_filter else mask
 
 
 def update_critic(
@@ -762,8 +770,8 @@ def say_nonfinite(name: str, x: Tensor) -> bool:
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature: the verifier's mean score over all samples of
-    all problems, whatever --reward trains on. Nothing if SIGTERM cut it short.
+    """Held-out accuracy at the training temperature, within --eval-top-p and the like: the
+    verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if SIGTERM cut it short.
     """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
@@ -775,6 +783,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         temperature=config.temperature,
         think=config.think,
         seed=config.seed,
+        truncation=rollout.Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}

@@ -68,6 +68,11 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(dual_clip=0.5), ["--dual-clip", "above 1"]),
         (dict(overlong_injection_alpha=0.0), ["--overlong-injection-alpha", "above 0"]),
         (dict(algorithm="grpo", std_ddof=2), ["--std-ddof"]),
+        (dict(kv_cache_tokens=383), ["--kv-cache-tokens", "383", "384"]),
+        (dict(max_staleness=1), ["--max-staleness", "--partial-rollout"]),
+        (dict(partial_mask_old=True), ["--partial-mask-old", "--partial-rollout"]),
+        (dict(eval_top_p=0.0), ["--eval-top-p", "above 0"]),
+        (dict(eval_min_p=1.5), ["--eval-min-p", "[0, 1]"]),
     ],
 )
 def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
@@ -136,3 +141,11 @@ def test_the_paper_recipe_holds_the_papers_values():
         max_grad_norm=1.0, num_critic_only_steps=30, critic_value_bias_init=0.52, temperature=1.0,
     )  # fmt: skip
     assert {name: getattr(config, name) for name in paper} == paper
+
+
+def test_only_evaluation_can_truncate_the_distribution():
+    # The trainer scores the whole softmax: a truncated draw would be of another policy.
+    names = {name for name in vars(Config()) if name.endswith(("top_p", "top_k", "min_p"))}
+    assert names == {"eval_top_p", "eval_top_k", "eval_min_p"}
+    with pytest.raises(ConfigError, match="--top-p"):
+        parse(["--top-p", "0.9"])

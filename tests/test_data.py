@@ -259,6 +259,13 @@ def test_bc01_masks_come_from_lengths_when_pad_is_eos():
     assert mb.input_ids.tolist() == [2, 8, 2, 9, 5, 7] + [2, 8, 2, 9]  # prompt separators stay in
 
 
+def test_tokens_of_an_older_policy_are_told_apart():
+    rollouts = [rollout([1], [5, 6, 7]), rollout([1], [8]), rollout([1], [9, 9])]
+    rollouts[0].weight_versions, rollouts[1].weight_versions = [2, 3, 3], [3]
+    batch = to_batch(rollouts, weight_version=3)
+    assert batch.fresh.tolist() == [[False, True, True], [True, False, False], [False] * 3]
+
+
 def test_pack_shifts_once():
     rollouts = [rollout([1, 2, 3], [4, 5, 6]), rollout([7], [8]), rollout([9, 10], [11, 12])]
     mb = pack(rollouts, [2, 0, 1])

@@ -3,9 +3,7 @@
 import copy
 import inspect
 import json
-import random
 import sys
-import time
 from itertools import pairwise
 
 import pytest
@@ -14,14 +12,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 import model as model_file
-from model import KVCache, Transformer, load_weights, packed_attention, segment_positions
+from model import Transformer, load_weights, packed_attention, segment_positions
+from rollout import Sampler
 
 V = 83
 LENGTHS = [7, 1, 30, 12]
@@ -136,21 +134,20 @@ def test_rope_types_equal_transformers_below_and_above_the_original_length(rope_
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_cache_refuses_rope_types_whose_keys_change_past_the_original_length(rope_type, tmp_path):
+def test_sampling_refuses_rope_types_whose_keys_change_past_the_original_length(
+    rope_type, tmp_path
+):
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPES[rope_type]}
     ours = load(make(rope_parameters=rope, max_position_embeddings=16), tmp_path)
-    ids, cu_seqlens, _ = pack([16])
-    full = ours.model(ids, torch.arange(16), packed_attention(cu_seqlens, 16))
-    cache = KVCache(ours.config, 1, torch.float32, "cpu")
-    cu_seqlens, slot = torch.tensor([0, 15], dtype=torch.int32), torch.tensor([0])
-    with torch.no_grad():
-        ours.model(ids[:15], torch.arange(15), cache.prefill(slot, cu_seqlens, 15))
-        last = ours.model(ids[15:], torch.tensor([15]), cache.decode(slot, torch.tensor([15])))
-    torch.testing.assert_close(last, full[15:], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="17 tokens is impossible .* 16 changes all keys"):
-        cache.decode(slot, torch.tensor([16]))
-    with pytest.raises(ValueError, match="limit prompt"):
-        cache.prefill(slot, torch.tensor([0, 17], dtype=torch.int32), 17)
+    ours.requires_grad_(False)
+    prompt = list(range(3, 13))
+    (r,) = Sampler(ours, []).generate([prompt], max_new_tokens=7)  # 16 stored, the last is not
+    ids, cu_seqlens, index = pack([17])
+    ids[:] = torch.tensor(prompt + r.response_ids)
+    logprobs, _ = ours(ids[:16], torch.tensor([0, 16], dtype=torch.int32), index[9:], ids[10:])
+    torch.testing.assert_close(logprobs, torch.tensor(r.rollout_logprobs), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="17 tokens is impossible .* 16 changes all keys; limit"):
+        Sampler(ours, []).generate([prompt], max_new_tokens=8)
 
 
 def test_moving_the_model_to_bfloat16_does_not_round_the_rotary_frequencies(tmp_path):
@@ -225,100 +222,6 @@ def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeyp
     torch.testing.assert_close(kernel(q, k, v, cu_seqlens, 5), expected)
     monkeypatch.setattr(model_file, "varlen_attn", lambda query, key, value, is_causal: None)
     assert model_file.varlen_kernel.__wrapped__() is None  # torch 2.10 has no such arguments
-
-
-class Session:
-    """Sequences in the slots of a cache, each new hidden state checked with a packed forward."""
-
-    def __init__(self, ours, slots, dtype=torch.float32, tolerance=2e-5):
-        self.ours, self.tolerance = ours, tolerance
-        self.cache = KVCache(ours.config, slots, dtype, "cpu")
-        self.tokens: dict[int, list[int]] = {}
-
-    def packed(self, sequences):
-        ids = torch.tensor([i for s in sequences for i in s])
-        lengths = [len(s) for s in sequences]
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return ids, segment_positions(cu_seqlens, len(ids)), cu_seqlens, max(lengths)
-
-    def check(self, hidden, sequences, last_only):
-        ids, positions, cu_seqlens, longest = self.packed(sequences)
-        full = self.ours.model(ids, positions, packed_attention(cu_seqlens, longest))
-        expected = full[cu_seqlens[1:].long() - 1] if last_only else full
-        torch.testing.assert_close(hidden, expected, atol=self.tolerance, rtol=self.tolerance)
-
-    def prefill(self, slots, sequences):
-        ids, positions, cu_seqlens, longest = self.packed(sequences)
-        attend = self.cache.prefill(torch.tensor(slots), cu_seqlens, longest)
-        self.check(self.ours.model(ids, positions, attend), sequences, last_only=False)
-        self.tokens |= dict(zip(slots, map(list, sequences), strict=True))
-
-    def copy(self, source, slots):
-        self.cache.copy(source, torch.tensor(slots), len(self.tokens[source]))
-        self.tokens |= {slot: list(self.tokens[source]) for slot in slots}
-
-    def decode(self, slots, tokens):
-        lengths = torch.tensor([len(self.tokens[s]) for s in slots])
-        attend = self.cache.decode(torch.tensor(slots), lengths)
-        hidden = self.ours.model(torch.tensor(tokens), lengths, attend)
-        for slot, token in zip(slots, tokens, strict=True):
-            self.tokens[slot].append(token)
-        self.check(hidden, [self.tokens[s] for s in slots], last_only=True)
-
-    def free(self, slot):
-        """The worst a sequence can leave behind."""
-        del self.tokens[slot]
-        self.cache.keys[:, slot] = self.cache.values[:, slot] = torch.nan
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama biased, wide heads", "qwen2", "qwen3 tied"])
-def test_cached_decoding_equals_the_packed_forward_whatever_the_slots_did_before(family, tmp_path):
-    config_class, fields = FAMILIES[family]
-    session = Session(load(make(config_class, **fields), tmp_path), slots=6)
-    rng = random.Random(3)
-    for _ in range(40):
-        free = [s for s in range(6) if s not in session.tokens]
-        if len(free) >= 3:
-            prompts = [[rng.randrange(V) for _ in range(rng.choice([1, 4, 19]))] for _ in range(2)]
-            rng.shuffle(free)
-            session.prefill(free[:2], prompts)
-            session.copy(free[1], free[2:3])
-        live = rng.sample(sorted(session.tokens), rng.randint(1, len(session.tokens)))
-        session.decode(live, [rng.randrange(V) for _ in live])
-        if rng.random() < 0.3:
-            session.free(rng.choice(sorted(session.tokens)))
-    assert session.cache.keys.shape[3] >= 32
-
-
-@torch.no_grad()
-def test_decoding_can_start_in_a_used_slot_without_a_prefill(tmp_path):
-    session = Session(load(make(), tmp_path), slots=2)
-    session.prefill([0, 1], [[5, 6, 7], [8]])
-    session.free(0)
-    session.tokens[0] = []  # the prompt is one token long: nothing to prefill
-    for token in (9, 3, 4):
-        session.decode([0, 1], [token, token])
-
-
-@torch.no_grad()
-def test_growth_keeps_the_content_and_is_geometric(tmp_path):
-    session = Session(load(make(), tmp_path), slots=3)
-    session.prefill([0, 2], [[1, 2, 3], [4]])
-    capacities = []
-    for token in range(120):
-        session.decode([0, 2], [token % V, (7 * token) % V])
-        capacities.append(session.cache.keys.shape[3])
-    assert len(set(capacities)) <= 8 and capacities[-1] < 200
-
-
-@torch.no_grad()
-def test_bfloat16_decoding_stays_within_bfloat16_of_the_packed_forward(tmp_path):
-    ours = load(make(), tmp_path, dtype=torch.bfloat16)
-    session = Session(ours, slots=3, dtype=torch.bfloat16, tolerance=0.1)
-    session.prefill([2, 0], [[1, 2, 3, 4, 5], [6, 7]])
-    for token in range(30):
-        session.decode([0, 2], [token, V - 1 - token])
 
 
 def test_saved_checkpoints_are_those_of_transformers(tmp_path):
@@ -498,6 +401,38 @@ def test_sliding_windows_are_refused_only_where_a_layer_has_one(config_class, tm
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_ids_beyond_the_tokenizer_have_no_probability_in_trainer_and_sampler(tied, tmp_path):
+    ours = load(make(tie_word_embeddings=tied), tmp_path)
+    ids, cu_seqlens, index = pack([9])
+    hidden = ours.model(ids, torch.arange(9), packed_attention(cu_seqlens, 9))[:-1]
+    expected = ours.logits(hidden)[:, : V - 5].log_softmax(-1)
+    ours.restrict_vocabulary(V - 5)
+    targets = torch.arange(8) * 3
+    logprobs, entropy = ours(ids, cu_seqlens, index, targets)
+    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    torch.testing.assert_close(ours.logits(hidden).log_softmax(-1), expected)
+    logprobs.sum().backward()
+    assert (
+        ours.get_parameter("model.embed_tokens.weight" if tied else "lm_head.weight")
+        .grad[V - 5 :]
+        .abs()
+        .max()
+        == 0
+    )
+
+
+def test_a_wide_head_gives_few_rows_the_same_logits():
+    torch.manual_seed(0)
+    fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    ours = Transformer(LlamaConfig(vocab_size=9000, num_attention_heads=2, **fields))
+    hidden = torch.randn(40, 32)
+    logits = ours.logits(hidden)
+    torch.testing.assert_close(logits, hidden @ ours.head_weight.T, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours.logits(hidden[:7]), logits[:7], atol=1e-6, rtol=1e-5)
+
+
 def test_backbone_loads_from_a_policy_checkpoint_without_its_head(tmp_path):
     make().save_pretrained(tmp_path)
     other = Transformer(LlamaConfig.from_pretrained(tmp_path))
@@ -509,34 +444,3 @@ def test_backbone_loads_from_a_policy_checkpoint_without_its_head(tmp_path):
     policy = Transformer.from_pretrained(tmp_path)
     assert torch.equal(other.model.norm.weight, policy.model.norm.weight)
     assert torch.equal(other.value_head.weight, fresh)
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_decoding_a_small_model_is_not_slower_than_generate(tmp_path):
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-    theirs = make(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
-    ours = load(theirs, tmp_path)
-    rows, prompt, new = 64, 16, 64
-    ids = torch.randint(1, V, (rows, prompt))
-    slots, cu_seqlens = torch.arange(rows), torch.arange(rows + 1, dtype=torch.int32) * prompt
-
-    def our_loop():
-        cache = KVCache(ours.config, rows, torch.float32, "cpu")
-        positions = segment_positions(cu_seqlens, rows * prompt)
-        attend = cache.prefill(slots, cu_seqlens, prompt)
-        hidden = ours.model(ids.flatten(), positions, attend)[cu_seqlens[1:].long() - 1]
-        for step in range(new):
-            tokens = torch.multinomial(ours.logits(hidden).softmax(-1), 1)[:, 0]
-            lengths = torch.full((rows,), prompt + step)
-            hidden = ours.model(tokens, lengths, cache.decode(slots, lengths))
-
-    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0)
-    loops = {"ours": our_loop, "theirs": lambda: theirs.generate(ids, settings)}
-    best = dict.fromkeys(loops, float("inf"))
-    for _ in range(6):  # interleaved, because the load of the machine drifts
-        for name, loop in loops.items():
-            start = time.process_time()
-            loop()
-            best[name] = min(best[name], time.process_time() - start)
-    assert best["ours"] < best["theirs"], best

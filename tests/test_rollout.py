@@ -1,5 +1,6 @@
 """The sampler equals the trainer and the plain loop; groups are collected as specified."""
 
+import random
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -7,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import rollout
-from data import DataOrder, Problem, pack
-from model import Transformer
-from rollout import Sampler, collect, draw, has_signal, mix, response_key, uniforms
+from data import DataOrder, Problem, Rollout, pack
+from model import Transformer, packed_attention
+from rollout import Sampler, Truncation, collect, draw, has_signal, mix, response_key, uniforms
 from train import forward_policy
 from verify import Verdict
 
@@ -26,6 +28,14 @@ def model(random_tiny_model):
             60
         )  # init std 0.02 would be uniform: make the distribution one with shape
     return model
+
+
+class WordTokenizer:
+    def __len__(self):
+        return 64
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
 
 
 def tokens(rollouts):
@@ -74,7 +84,153 @@ def test_draw_never_takes_a_token_of_probability_zero():
     assert drawn.tolist() == [1, 1, 3, 3]
 
 
-# ---- sampler equals trainer, and itself
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0]])
+
+
+@pytest.mark.parametrize(
+    "truncation, warper",
+    [
+        (Truncation(top_k=3), TopKLogitsWarper(3)),
+        (Truncation(top_p=0.7), TopPLogitsWarper(0.7)),
+        (Truncation(min_p=0.1), MinPLogitsWarper(0.1)),
+    ],
+)
+def test_truncation_keeps_the_tokens_that_transformers_keeps(truncation, warper):
+    torch.manual_seed(0)
+    logits = torch.cat([LOGITS, torch.randn(20, 6) * 2])
+    kept = truncation(logits.log_softmax(-1)).isfinite()
+    assert torch.equal(kept, warper(None, logits).isfinite())
+    n = 3000
+    u = uniforms(torch.arange(n), torch.zeros(n, dtype=torch.long))
+    drawn, logprobs = draw(LOGITS.expand(n, -1), 1.0, u, truncation)
+    assert set(drawn.tolist()) == set(kept[0].nonzero().flatten().tolist())
+    # What is stored is the probability under the whole softmax, whatever was left out.
+    assert torch.equal(logprobs, LOGITS.log_softmax(-1)[0, drawn])
+
+
+def test_truncations_apply_one_after_another():
+    kept = Truncation(top_p=0.8, top_k=3, min_p=0.5)(LOGITS.log_softmax(-1)).isfinite()
+    assert kept.tolist() == [[True, False, False, False, False, False]]
+    everything = Truncation()(LOGITS.log_softmax(-1))
+    assert torch.equal(everything, LOGITS.log_softmax(-1))
+
+
+# ---- sampler equals the plain loop, the trainer, and itself
+
+
+def plain_loop(model, prompt, key, max_new_tokens, temperature, stops, size=None):
+    """One response without cache or batch: the whole sequence through the model for every token,
+    and exact integers and float64 for the draw.
+    """
+    ids, logprobs = list(prompt), []
+    while len(logprobs) < max_new_tokens and (not logprobs or ids[-1] not in stops):
+        attend = packed_attention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        hidden = model.model(torch.tensor(ids), torch.arange(len(ids)), attend)[-1]
+        logits = (model.head_weight[:size].double() @ hidden.double()) / (temperature or 1)
+        p = logits.softmax(-1)
+        counter = (key + (len(logprobs) + 1) * rollout.GOLDEN) & rollout.MASK64
+        u = (mix(counter) >> 12) / 2**52
+        token = int((p.cumsum(0) <= u).sum()) if temperature else int(p.argmax())
+        ids.append(token)
+        logprobs.append(float(p[token].log()))
+    return ids[len(prompt) :], logprobs
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.3])
+def plain(request, model):
+    """A temperature, and what the plain loop answers at it: three responses to every prompt."""
+    with torch.no_grad():
+        answers = [
+            plain_loop(model, ids, response_key(5, 0, p, j), 20, request.param, [2, 3])
+            for p, ids in enumerate(PROMPTS)
+            for j in range(3)
+        ]
+    return request.param, answers
+
+
+@pytest.mark.parametrize(
+    "slots, tokens, chunk, page, every",
+    [
+        (16, 0, 8192, 32, 1),
+        (5, 0, 4, 4, 1),  # prompts in chunks of four tokens
+        (8, 40, 8192, 4, 1),  # memory for one response and a little more: preemption
+        (12, 64, 3, 2, 5),  # and stops looked for every fifth token
+        (1, 31, 1, 8, 3),
+    ],
+)
+def test_tokens_are_those_of_the_plain_loop(model, plain, slots, tokens, chunk, page, every):
+    temperature, wanted = plain
+    sampler = Sampler(
+        model, [2, 3], slots, kv_cache_tokens=tokens, prefill_chunk_tokens=chunk, page=page
+    )
+    sampler.check_every = every
+    rollouts = []
+    for p, ids in enumerate(PROMPTS):
+        problem = Problem("", p, "", ids, "")
+        rollouts += [Rollout(problem, p, j, response_key(5, 0, p, j)) for j in range(3)]
+    sampler.run(random.Random(slots).sample(rollouts, len(rollouts)), 20, temperature)
+    for r, (ids, logprobs) in zip(rollouts, wanted, strict=True):
+        assert r.response_ids == ids
+        assert r.rollout_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert (sampler.counts["preempted"] > 0) == (0 < tokens and slots > 1)
+
+
+def test_a_response_larger_than_the_cache_is_refused(model):
+    sampler = Sampler(model, [2], kv_cache_tokens=30)
+    with pytest.raises(ValueError, match="31 tokens together do not fit in a KV cache of 30"):
+        sampler.generate([[5] * 11], max_new_tokens=20)
+    assert sampler.generate([[5] * 11], max_new_tokens=19)[0].finished
+
+
+def test_memory_is_bounded_and_a_prompt_is_computed_and_held_once(model, monkeypatch):
+    caches = []
+    new = Sampler._new_cache
+    monkeypatch.setattr(Sampler, "_new_cache", lambda *a: caches.append(new(*a)) or caches[-1])
+    prompts = [[5 + p] * 41 for p in range(3)]
+    sampler = Sampler(model, [2, 3], slots=7, page=4)
+    sampler.generate(prompts, n=8, max_new_tokens=16)
+    assert sampler.counts["prefill_tokens"] == 3 * 40  # not 24 * 40
+    # At most the prompts (10 full pages each) and, per slot, a copied page and 16 new tokens.
+    (cache,) = caches
+    assert len(cache.users) <= 64 and max(cache.keys[0].shape[0], 1) == len(cache.users)
+    assert not any(cache.users)
+    bounded = Sampler(model, [2, 3], slots=7, page=4, kv_cache_tokens=100)
+    bounded.generate(prompts, n=8, max_new_tokens=16)
+    assert len(caches[1].users) <= 26
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn(random_tiny_model):
+    model = Transformer.from_pretrained(random_tiny_model).requires_grad_(False)
+
+    class Tokenizer(WordTokenizer):
+        def __len__(self):
+            return 20
+
+    rollouts = Sampler(model, [], slots=8, tokenizer=Tokenizer()).generate(
+        PROMPTS, n=8, max_new_tokens=16
+    )
+    assert {i for r in rollouts for i in r.response_ids} == set(range(20))
+    mb = pack(rollouts, range(len(rollouts)))
+    logprobs, _ = forward_policy(model, mb, 1.0)
+    stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
+    assert (logprobs - stored).abs().max() < 1e-5
+
+
+def test_sampled_first_tokens_follow_the_softmax_chi_square(model):
+    n, prompt = 4000, PROMPTS[0]
+    rollouts = Sampler(model, [], slots=500).generate(
+        [prompt], n=n, max_new_tokens=1, temperature=3.0, seed=3
+    )
+    attend = packed_attention(torch.tensor([0, 3], dtype=torch.int32), 3)
+    hidden = model.model(torch.tensor(prompt), torch.arange(3), attend)[-1:]
+    expected = (model.logits(hidden)[0].double() / 3).softmax(-1) * n
+    observed = torch.bincount(torch.tensor([r.response_ids[0] for r in rollouts]), minlength=64)
+    rare = expected < 5
+    cells = [*zip(observed[~rare], expected[~rare], strict=True)]
+    cells.append((observed[rare].sum(), expected[rare].sum()))
+    chi2 = sum((o - e) ** 2 / e for o, e in cells if e > 0)
+    k = len(cells) - 1
+    assert 10 < k and chi2 < k * (1 - 2 / (9 * k) + 3.09 * (2 / (9 * k)) ** 0.5) ** 3  # 0.999
 
 
 def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_slots(model):
@@ -207,16 +363,11 @@ class LengthGrader:
         return future
 
 
-class WordTokenizer:
-    def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids))
-
-
 def collect_config(**changes):
     fields = dict(
         prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3,
         dynamic_sampling=True, seed=0, max_response_tokens=24, temperature=1.0,
-        think="auto", partial_rollout=False, reward="correct",
+        think="auto", partial_rollout=False, max_staleness=None, reward="correct",
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
@@ -285,6 +436,36 @@ def test_surplus_is_aborted_and_resumed_without_losing_a_token(model):
     wanted = {(r.group, r.sample_index): r.response_ids for group in whole.groups for r in group}
     for r in resumed:
         assert not r.finished or r.response_ids == wanted[r.group, r.sample_index]
+
+
+@pytest.mark.parametrize("age, fresh", [(2, False), (3, True)])
+def test_stale_groups_of_the_buffer_start_anew(model, age, fresh):
+    options = dict(dynamic_sampling=False, partial_rollout=True, prompts_per_step=2)
+    first = run_collect(model, LengthGrader(), over_sampling=2.0, **options)
+    (stale, *rest), sampler = first.unfinished, Sampler(model, range(2, 12), 12, WordTokenizer())
+    assert any(r.response_ids for r in stale)
+    ids = [list(r.response_ids) for r in stale]
+    sampler.weight_version = age
+    config = collect_config(max_staleness=2, **options)
+    order = DataOrder(len(PROBLEMS), 0)
+    second = collect(sampler, LengthGrader(), PROBLEMS, order, [stale, *rest], config, 1)
+    assert second.counts["regenerated"] == (fresh * (1 + len(rest)))
+    assert second.counts["resumed"] == (not fresh) * (1 + len(rest))
+    (again,) = (g for g in second.finished if g[0].group == stale[0].group)
+    assert [r.problem for r in again] == [r.problem for r in stale]
+    versions = {v for r in again for v in r.weight_versions}
+    if fresh:
+        assert versions == {age}
+    else:
+        assert 0 in versions
+        assert all(r.response_ids[: len(old)] == old for r, old in zip(again, ids, strict=True))
+
+
+def test_counts_of_the_samplers_work_are_those_of_the_step(model):
+    counts = run_collect(model, LengthGrader(), dynamic_sampling=False).counts
+    sampled = 4 * 4  # groups x members
+    assert counts["preempted"] == 0 and counts["row_steps"] >= sampled
+    assert 0 < counts["row_steps"] / counts["decode_steps"] <= 12
 
 
 def test_without_partial_rollout_the_surplus_is_dropped(model):

@@ -230,6 +230,31 @@ def test_bc14_three_steps_and_resume_equal_six_steps(random_tiny_model, tmp_path
     assert lines[0] == lines[1]
 
 
+def test_old_tokens_leave_the_policy_loss_alone_and_staleness_is_bounded(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch
+):
+    seen = []
+    mask = train.loss_mask
+
+    def watched(batch, config):
+        chosen = mask(batch, config)
+        newest = max(v for r in batch.rollouts for v in r.weight_versions)
+        for row, r in zip(chosen, batch.rollouts, strict=True):
+            expected = [v == newest for v in r.weight_versions]
+            assert row.tolist() == expected + [False] * (len(row) - len(expected))
+        seen.append(bool((batch.response_mask & ~chosen).any()))
+        return chosen
+
+    monkeypatch.setattr(train, "loss_mask", watched)
+    flags = "--steps 5 --algorithm grpo --over-sampling 2 --partial-rollout --partial-mask-old "
+    flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9 --eval-top-k 9"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert any(seen)
+    assert sum(row["rollout/groups_resumed"] for row in rows.values()) > 0
+    assert max(row["rollout/version_spread_max"] for row in rows.values()) == 1
+    assert all(0 < row["rollout/slot_occupancy"] <= 1 for row in rows.values())
+
+
 def test_bc14_a_policy_without_its_critic_is_an_error(random_tiny_model, tmp_path, mixed_rewards):
     run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
     critic = tmp_path / "r/checkpoints/step_000002/critic"
@@ -725,6 +750,7 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
         tmp_path / "m"
     )
     AutoTokenizer.from_pretrained(ROOT / "assets/tiny-base").save_pretrained(tmp_path / "m")
+    monkeypatch.setattr(train.Transformer, "restrict_vocabulary", lambda self, tokens: None)
     monkeypatch.setattr(train.rollout.Sampler, "_text", lambda self, r: str(r.response_ids))
     watch, tokens = LargestTensor(), []
     update = train.update_policy
