@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill bench-sampler bench-tail
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -41,6 +41,14 @@ real-model: $(STAMP)
 
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
+
+# Beside transformers generate, at most five minutes
+bench-sampler: $(STAMP)
+	$(PYTHON) tests/bench_sampler.py
+
+# Idle slots under long-tailed lengths, and the figure of docs/rollout.md
+bench-tail: $(STAMP)
+	$(PYTHON) tests/bench_tail.py
 
 # Ten minutes of random answers: no exception, no hang, no verdict that changes
 fuzz-verify: $(STAMP)

@@ -771,7 +771,8 @@ def say_nonfinite(name: str, x: Tensor) -> bool:
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
     """Held-out accuracy at the training temperature, within --eval-top-p and the like: the
-    verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if SIGTERM cut it short.
+    verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if
+    SIGTERM cut it short.
     """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
