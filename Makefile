@@ -42,7 +42,7 @@ real-model: $(STAMP)
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
 
-# Beside transformers generate, at most five minutes
+# Beside transformers generate: about three minutes on an idle machine (tests/bench_sampler.py --rounds 3: medians)
 bench-sampler: $(STAMP)
 	$(PYTHON) tests/bench_sampler.py
 

@@ -5,10 +5,12 @@ log-probs.
 
 Models are random and lengths come from their own stop token, whose probability is 1 / 64. Every
 round runs each contender once, in turn, because the load of a machine drifts; the table holds
-medians of useful tokens (up to the stop token) per second of wall clock, and ratios per round.
+medians of useful tokens (up to the stop token) per second of wall clock. Ratios are of ours to the
+best of theirs (`generate` with a dynamic or static cache, `generate_batch`), by wall and CPU time.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -16,10 +18,13 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation import ContinuousBatchingConfig
 
+os.environ["TQDM_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from model import Transformer
+from model import Transformer, head_size
 from rollout import Sampler
 
 TINY = dict(vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
@@ -55,23 +60,50 @@ class Case:
         rollouts = sampler.generate(self.prompts, self.n, self.new, seed=round_)
         return sum(len(r.response_ids) for r in rollouts), sampler
 
-    def run_theirs(self, round_, cache):
-        """One static batch: as many rows as there are slots, to the end of the longest."""
+    def bytes_read(self, sampler):
+        """Least traffic of our run: all weights in every decode step, the cache once per token."""
+        weights = sum(p.numel() * p.element_size() for p in self.ours.parameters())
+        config = self.ours.config
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * 2
+        context = len(self.prompts[0]) + self.new / 4  # a typical length, on the low side
+        return (
+            sampler.counts["decode_steps"] * weights + sampler.counts["row_steps"] * context * token
+        )
+
+    def rows(self, round_):
+        """As many prompts as there are slots, and the settings of `generate`."""
         rows = [p for p in self.prompts for _ in range(self.n)]
         first = round_ * self.slots % len(rows)
-        ids = torch.tensor(rows[first : first + self.slots], device=self.device)
-        config = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=self.new, eos_token_id=self.eos or None,
-            pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-            cache_implementation=cache,
-        )  # fmt: skip
         torch.manual_seed(round_)
+        settings = dict(do_sample=True, top_k=0, max_new_tokens=self.new, pad_token_id=0)
+        return rows[first : first + self.slots], settings
+
+    def run_static(self, round_, cache):
+        """One static batch, to the end of the longest."""
+        rows, settings = self.rows(round_)
+        ids = torch.tensor(rows, device=self.device)
+        config = GenerationConfig(
+            **settings, eos_token_id=self.eos or None, output_logits=True,
+            return_dict_in_generate=True, cache_implementation=cache,
+        )  # fmt: skip
         out = self.theirs.generate(ids, config)
         new = out.sequences[:, ids.shape[1] :]
         torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[:, :, None])
         ended = (new == EOS) if self.eos else torch.zeros_like(new, dtype=torch.bool)
         lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, new.shape[1])
         return int(lengths.sum())
+
+    def run_batching(self, round_):
+        """Their continuous batching over as many requests as one static batch has rows."""
+        rows, settings = self.rows(round_)
+        sizes = {"return_logprobs": True}
+        if self.device == "cpu":  # what it chooses by itself takes minutes here
+            pages = self.slots * (-(-(len(rows[0]) + self.new) // 256) + 1)
+            sizes |= dict(num_blocks=pages, max_batch_tokens=4096, use_cuda_graph=False,
+                          max_requests_per_batch=self.slots)  # fmt: skip
+        config = GenerationConfig(**settings, eos_token_id=EOS if self.eos else -1)
+        out = self.theirs.generate_batch(rows, config, ContinuousBatchingConfig(**sizes))
+        return sum(len(answer.generated_tokens) for answer in out.values())
 
 
 def timed(function, *args):
@@ -96,34 +128,53 @@ def time_prefill(sampler_class):
 
 def compare(case, rounds):
     """One row of the table."""
-    caches = {"dynamic": None, "static": "static"}
-    rates, cpu = {name: [] for name in ["ours", *caches]}, {name: [] for name in ["ours", *caches]}
+    contenders = {
+        "ours": case.run_ours,
+        "dynamic": lambda round_: case.run_static(round_, None),
+        "static": lambda round_: case.run_static(round_, "static"),
+        "batching": case.run_batching,
+    }
+    rates, cpu = ({name: [] for name in contenders} for _ in range(2))
     for round_ in range(rounds):
-        (tokens, sampler), wall, busy = timed(case.run_ours, round_)
-        rates["ours"].append(tokens / wall)
-        cpu["ours"].append(tokens / busy)
-        for name, cache in caches.items():
-            tokens, seconds, busy = timed(case.run_theirs, round_, cache)
-            rates[name].append(tokens / seconds)
+        for name, run in contenders.items():
+            tokens, wall, busy = timed(run, round_)
+            if name == "ours":
+                (tokens, sampler), seconds = tokens, wall
+            rates[name].append(tokens / wall)
             cpu[name].append(tokens / busy)
-    best = max(caches, key=lambda name: statistics.median(rates[name]))
-    ratio = lambda xs: statistics.median(a / b for a, b in zip(xs["ours"], xs[best], strict=True))
     middle = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(list(contenders)[1:], key=middle.get)
+    ratio = lambda xs: statistics.median(a / b for a, b in zip(xs["ours"], xs[best], strict=True))
     counts = sampler.counts
     occupancy = counts["row_steps"] / counts["decode_steps"] / case.slots
     print(
-        f"{case.name:34} {middle['ours']:9.0f} {middle['dynamic']:9.0f} {middle['static']:9.0f} "
-        f"{ratio(rates):6.2f} {ratio(cpu):6.2f} {occupancy:9.0%} {counts['prefill_s'] / wall:8.0%}",
+        f"{case.name:34}"
+        + "".join(f"{middle[name]:9.0f}" for name in contenders)
+        + f"{ratio(rates):8.2f}"
+        f"{ratio(cpu):7.2f}{occupancy:10.0%}{counts['prefill_s'] / seconds:9.0%}",
         flush=True,
     )
+    if case.device == "cuda":
+        share = case.bytes_read(sampler) / seconds / bandwidth()
+        print(f"  at least {share:.0%} of the memory bandwidth")
+
+
+def bandwidth():
+    """Bytes per second of this GPU by its data sheet; NaN if it is not in the table."""
+    name = torch.cuda.get_device_name()
+    return next((rate for card, rate in BANDWIDTH.items() if card in name), float("nan"))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     time_prefill(Sampler)
     tiny = dict(model=TINY, slots=64, device=device)
     cases = {
@@ -137,8 +188,8 @@ def main():
         ),
     }
     print(
-        f"{'useful tokens per second':34} {'ours':>9} {'dynamic':>9} {'static':>9} {'ratio':>6} "
-        f"{'cpu':>6} occupancy  prefill"
+        f"{'useful tokens per second':34}{'ours':>9}{'dynamic':>9}{'static':>9}{'batching':>9}"
+        f"{'ratio':>8}{'cpu':>7} occupancy  prefill"
     )
     for name, fields in cases.items():
         if args.only in name:
