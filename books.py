@@ -174,13 +174,13 @@ def score_metrics(
     }
 
 
-def position_share(x: Tensor, mask: Tensor) -> list[float]:
-    """Share of the sum of abs(x) in each tenth of the responses: token t of L is in tenth
+def position_share(x: Tensor, mask: Tensor, lengths: Tensor) -> list[float]:
+    """Share of the sum of abs(x[mask]) in each tenth of the responses: token t of L is in tenth
     floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more. NaN if x is 0
     or the mask is empty.
     """
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)  # a response masked whole has no token
-    tenth = 10 * torch.arange(mask.shape[1], device=mask.device) // lengths
+    position = torch.arange(mask.shape[1], device=mask.device)
+    tenth = 10 * position // lengths[:, None].clamp(min=1)
     sums = torch.bincount(tenth[mask], weights=x[mask].abs().double(), minlength=10)
     return (sums / sums.sum()).tolist()
 
@@ -196,7 +196,7 @@ def write_audit(
     """Append the curves of the step to audit.jsonl; returns its numbers. `mask`: the trained
     tokens; a run without a critic (values None) has the advantages alone.
     """
-    shares = position_share(advantages, mask)
+    shares = position_share(advantages, mask, batch.response_lengths)
     numbers, curves = {}, {"advantage_share": shares}
     if values is not None:
         from critic import audit
