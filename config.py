@@ -57,6 +57,10 @@ class Config:
     head_dtype: str = _f("auto", "dtype of the output layer's operands in trainer and sampler: float32, bfloat16, or auto: that of --dtype")
     nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py starts so many of itself")
     activation_checkpointing: bool = _f(False, "recompute each layer in backward: less memory, a third more compute")
+    mlp_chunk_tokens: int = _f(0, "tokens at a time through the feed-forward half of a layer, recomputed in backward: a lower peak for long sequences; 0: all at once")
+    offload: str = _f("none", "keep on the host what is not at work: none; optimizer: AdamW's moments outside its step; idle: the weights of the model that does not train as well")
+    plan: bool = _f(False, "print the memory plan of one GPU and stop; fetches nothing but the model's config.json")
+    gpu_memory_gb: float | None = _f(None, "memory of one GPU (GB) for the plan; unset: that of the first GPU here, else 80")
     max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result")
 
     # Rollout
@@ -280,10 +284,10 @@ POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size
     max_response_tokens temperature slots verifier_workers verifier_timeout_s epochs_per_step
     minibatches_per_step critic_updates_per_step max_grad_norm eval_samples eval_top_p
     prefill_chunk_tokens gamma gae_lambda_alpha
-    overlong_injection_alpha""".split()
+    overlong_injection_alpha gpu_memory_gb""".split()
 NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills
     overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every
-    keep_checkpoints kv_cache_tokens eval_top_k""".split()
+    keep_checkpoints kv_cache_tokens eval_top_k mlp_chunk_tokens""".split()
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.
@@ -320,6 +324,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "head_dtype": ("auto", "float32", "bfloat16"),
     "think": ("auto", "require", "none"),
+    "offload": ("none", "optimizer", "idle"),
     "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"),
     "is_mode": ("none", "tis", "icepop"),
     "ratio_level": ("token", "sequence", "sequence-token"),

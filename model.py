@@ -43,7 +43,11 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32, returned in x's dtype."""
+    """x / rms(x) * weight over the last dimension, in at least float32, returned in x's dtype.
+
+    The weight is rounded to x's dtype first: so it is in the sampler, and in layers that FSDP2
+    gathers in bfloat16, and one process must compute what they compute.
+    """
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -51,7 +55,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(x.dtype).to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class Rotary:
@@ -149,7 +155,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block.
+
+    `mlp_chunk_tokens`: tokens at a time through the feed-forward half, each chunk recomputed in
+    backward, so that its wide inner activations never exist for a whole long sequence. 0: all.
+    """
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -157,10 +167,19 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_chunk_tokens = 0
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if not self.mlp_chunk_tokens:
+            return x + self._feed_forward(x)
+        chunks = x.split(self.mlp_chunk_tokens)
+        return x + torch.cat(
+            [checkpoint(self._feed_forward, chunk, use_reentrant=False) for chunk in chunks]
+        )
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):

@@ -40,6 +40,7 @@ import books
 import checkpoint
 import distributed
 import losses
+import plan
 import rollout
 from checkpoint import State
 from config import ROOT, Config, ConfigError, parse, reward_weights
@@ -62,6 +63,7 @@ from model import Transformer, limit_threads, local_folder
 from rewards import Verifier, has_format
 from scores import pass_at_k
 
+HOST = torch.device("cpu")  # where --offload keeps what is not at work
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
@@ -129,7 +131,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         saved / "policy" if saved else start, torch.float32, compute_dtype
     )
     limit_threads(policy, device)
-    policy = prepare(policy, device, config, DTYPES[config.head_dtype])
+    policy = prepare(policy, device, config)
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     for model in (policy, whole):
         model.set_head_dtype(DTYPES[config.head_dtype])
@@ -155,8 +157,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             critic = Critic.from_pretrained(saved / "critic", compute_dtype)
         else:
             critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
-        # Its root is float32 always: in bfloat16 the bias of the head moves in steps of 0.004.
-        state.critic = prepare(critic, device, config, torch.float32)
+        state.critic = prepare(critic, device, config)
         state.critic_optimizer = adamw(state.critic, config.critic_lr, config)
     if config.kl_coef:
         state.reference = (
@@ -166,19 +167,21 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
+    for model, optimizer in trained(state):
+        leave(model, optimizer, config)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
     report = books.open_reporter(folder, config, state.step)
     write_config(folder, config)
     return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
 
 
-def prepare(
-    model: torch.nn.Module, device: torch.device, config: Config, head_dtype: torch.dtype
-) -> torch.nn.Module:
+def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> torch.nn.Module:
     """Move to the device, shard over ranks, switch on recomputation."""
     model.to(device)
     model.model.gradient_checkpointing = config.activation_checkpointing
-    distributed.shard(model, model.model.layers, DTYPES[config.dtype], head_dtype)
+    for layer in model.model.layers:
+        layer.mlp_chunk_tokens = config.mlp_chunk_tokens
+    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
     return model
 
 
@@ -192,6 +195,44 @@ def adamw(model: torch.nn.Module, lr: float, config: Config) -> torch.optim.Adam
     ]
     betas = config.adam_beta1, config.adam_beta2
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+
+
+# ---- what --offload keeps on the host (on a CPU every move is to where it is already)
+
+
+def trained(state: State) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
+    """The models that train, each with its optimizer."""
+    pairs = [(state.policy, state.optimizer), (state.critic, state.critic_optimizer)]
+    return [pair for pair in pairs if pair[0] is not None]
+
+
+def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move AdamW's two moments; its step count, a scalar, always stays on the host."""
+    for state in optimizer.state.values():
+        state |= {name: x.to(device) for name, x in state.items() if x.ndim}
+
+
+def leave(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Put on the host what --offload keeps there while the model does nothing."""
+    if config.offload != "none":
+        move_moments(optimizer, HOST)
+    if config.offload == "idle":
+        model.to(HOST)
+
+
+@contextmanager
+def at_work(run: Run, *pairs: tuple, moments: bool = False) -> Iterator[None]:
+    """Weights of these models, and on demand their optimizers' moments, on the device within."""
+    for model, optimizer in pairs:
+        if run.config.offload == "idle":
+            model.to(run.device)
+        if run.config.offload != "none" and moments:
+            move_moments(optimizer, run.device)
+    try:
+        yield
+    finally:
+        for model, optimizer in pairs:
+            leave(model, optimizer, run.config)
 
 
 def open_run_directory(config: Config) -> Path:
@@ -260,7 +301,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     with sampling_ahead(run, state, clock):
         metrics = learn(run, state, collected, clock)
     if "policy/loss" in metrics:
-        with clock("refresh_sampler"):
+        with clock("refresh_sampler"), at_work(run, (state.policy, state.optimizer)):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -321,11 +362,12 @@ def learn(
     metrics["rollout/version_lag"] = lag
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
+    policy, critic = (state.policy, state.optimizer), (state.critic, state.critic_optimizer)
     if kept:
         batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
-            with clock("score_critic"):
+            with clock("score_critic"), at_work(run, critic):
                 values = score_critic(state.critic, batch, config)
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
@@ -334,13 +376,13 @@ def learn(
             run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
         )
         if state.critic is not None:
-            with clock("update_critic"):
+            with clock("update_critic"), at_work(run, critic):
                 metrics |= update_critic(run, state, batch, values, returns)
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and loss_mask(batch, config).any():
-            with clock("score_policy"):
+            with clock("score_policy"), at_work(run, policy):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
-            with clock("update_policy"):
+            with clock("update_policy"), at_work(run, policy):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
             metrics |= books.score_metrics(batch, old_logprobs, entropy, advantages)
     tokens = {"values": values, "advantages": advantages}
@@ -670,8 +712,12 @@ def optimizer_step(
         raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
     for group in optimizer.param_groups:
         group["lr"] = lr
+    if config.offload != "none":
+        move_moments(optimizer, optimizer.param_groups[0]["params"][0].device)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if config.offload != "none":
+        move_moments(optimizer, HOST)
     return norm
 
 
@@ -855,7 +901,7 @@ def train(config: Config, device: torch.device) -> Path:
                 )
                 break
         progress.close()
-        checkpoint.save(run.folder, state, config.keep_checkpoints)
+        save(run, state)
     if distributed.rank() == 0:
         if not state.sampler.interrupted:
             books.draw_figures(run.folder)
@@ -863,10 +909,16 @@ def train(config: Config, device: torch.device) -> Path:
     return run.folder
 
 
+def save(run: Run, state: State) -> None:
+    """A checkpoint of the step at hand; gathering shards is a device's work."""
+    with at_work(run, *trained(state), moments=True):
+        checkpoint.save(run.folder, state, run.config.keep_checkpoints)
+
+
 def save_or_warn(run: Run, state: State) -> None:
     """A checkpoint on the way; a full disk costs this one, not the run."""
     try:
-        checkpoint.save(run.folder, state, run.config.keep_checkpoints)
+        save(run, state)
     except OSError as error:
         books.warn(
             state.step,
@@ -902,6 +954,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     try:
         config = parse(argv).resolved(losses.ALGORITHMS)
+        if config.plan:
+            if config.dtype == "auto":
+                config.dtype = "float32" if config.device == "cpu" else "bfloat16"
+            return plan.run(config)
         kind = distributed.choose_device(config.device, config.nproc)
         if config.replay:
             return replay(Path(config.replay), torch.device(kind), config.dtype)

@@ -1,6 +1,7 @@
 """Several processes (gloo, CPU) give the one-process run: tokens, losses, gradients, weights."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import distributed
+from model import Transformer
 
 ROOT = Path(__file__).parent.parent
 FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --no-dynamic-sampling "
@@ -86,3 +90,56 @@ def test_a_run_of_two_ranks_resumes_on_one(folders):
     )
     assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-6
     assert torch.isfinite(torch.cat([w.flatten() for w in a.values()])).all()
+
+
+def bf16_step(rank, folder, ranks):
+    """One forward and backward of the same sequence on every rank, in bf16; keeps what came out."""
+    import train
+    from config import Config
+
+    os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ["MASTER_PORT"] = (folder / "port").read_text()
+    torch.set_num_threads(1)
+    device = distributed.init("cpu")
+    policy = Transformer.from_pretrained(ROOT / "assets/tiny-base", compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "norm" in name:  # weights that bfloat16 cannot hold
+                p += torch.linspace(0, 0.01, len(p))
+    config = Config(dtype="bfloat16", activation_checkpointing=True)
+    policy = train.prepare(policy, device, config)
+    ids = torch.arange(40) % 60
+    index, targets = torch.arange(39), ids[1:]
+    logprobs, _ = policy(ids, torch.tensor([0, 40], dtype=torch.int32), index, targets)
+    # Every rank holds the same sequence, so each counts for its share.
+    distributed.backward(-logprobs.mean() / ranks)
+    gradients = {n: distributed.full(p.grad) for n, p in policy.named_parameters()}
+    if rank == 0:
+        torch.save((logprobs.detach(), gradients), folder / f"{ranks}.pt")
+    distributed.shutdown()
+
+
+def test_two_ranks_compute_in_bf16_what_one_computes(tmp_path):
+    """Norm weights rounded alike, embedding and head gradients not rounded at all."""
+    (tmp_path / "port").write_text(str(29_500 + os.getpid() % 1000))
+    for ranks in (1, 2):
+        torch.multiprocessing.spawn(bf16_step, (tmp_path, ranks), ranks)
+    (one, gradients), (two, sharded) = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert torch.equal(one, two)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(sharded[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [(None, 8), ("1", 8), ("2", None)],
+    ids=["python train.py", "torchrun train.py", "torchrun --nproc-per-node 2 train.py"],
+)
+def test_nproc_starts_the_launcher_unless_one_has_started_several(world, expected, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
+    distributed.relaunch(8)
+    assert [f"--nproc-per-node={expected}" in a for a in started] == ([True] if expected else [])

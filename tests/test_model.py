@@ -182,6 +182,26 @@ def test_gradient_checkpointing_recomputes_and_keeps_the_gradients(tmp_path):
         torch.testing.assert_close(plain, recomputed, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+def test_feed_forward_in_chunks_keeps_the_result_and_the_gradients(chunk, checkpointing, tmp_path):
+    """float64, whole chunks and a remainder, alone and inside a recomputed layer."""
+    ours = load(make(), tmp_path, dtype=torch.float64)
+    ids, cu_seqlens, index = pack()
+    outputs, gradients = [], []
+    for tokens in (0, chunk):
+        ours.model.gradient_checkpointing = checkpointing and tokens > 0
+        for layer in ours.model.layers:
+            layer.mlp_chunk_tokens = tokens
+        ours.zero_grad()
+        logprobs, entropy = ours(ids, cu_seqlens, index, ids[index + 1])
+        (logprobs.sum() + entropy.sum()).backward()
+        outputs.append(logprobs.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in ours.parameters()]))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 def test_float32_masters_with_bfloat16_activations(tmp_path):
     theirs = make(Qwen3Config, head_dim=16)
     ours = load(theirs, tmp_path, compute_dtype=torch.bfloat16)
