@@ -745,6 +745,7 @@ def save_replay(
             "part": part,
             "error": error,
             "config": asdict(run.config),
+            "vocabulary": len(state.sampler.tokenizer),
             "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
             "given": {name: x.cpu() for name, x in given.items()},
         }
@@ -767,11 +768,12 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     if part == "policy":
         model = Transformer.from_pretrained(file.parent / part, torch.float32, compute_dtype)
         model.set_head_dtype(DTYPES[config.head_dtype] if dtype == "auto" else compute_dtype)
+        model.restrict_vocabulary(saved["vocabulary"])
     else:
         from critic import Critic
 
         model = Critic.from_pretrained(file.parent / part, compute_dtype)
-    model = prepare(model, device, config, compute_dtype)
+    model = prepare(model, device, config)
     print0(f"the run said: {saved['error']}\nreplay in {compute_dtype}:")
     found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
     for mb in micro_batches(to_batch(rollouts, device), config, "replay"):
