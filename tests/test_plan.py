@@ -171,7 +171,8 @@ def test_every_gpu_recipe_fits_the_hardware_it_names(file, tmp_path, capsys):
         ("justrl2-minicpm5-2b-128k", "--slots=64", 80, ["--slots 8"]),
         ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 80,
          ["--mlp-chunk-tokens 16384", "--offload optimizer"]),
-        ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 57, ["--max-response-tokens", "--offload idle"]),
+        ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 57,
+         ["--max-response-tokens", "--offload idle"]),
         ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 5, ["--nproc", "smaller model"]),
     ],
 )  # fmt: skip
