@@ -76,6 +76,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. Not `len(tokenizer)`: ids may have gaps, and a stop id behind
+    one would never be drawn.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a response: those of generation_config.json and the tokenizer's own EOS.
 

@@ -83,7 +83,10 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
         "reference copy": policy * e if config.kl_coef else 0,
         "other": CUDA_CONTEXT,
     }
-    moments = {"rollout": states(sizes, config, "") | rollout_parts(model, config, e) | shared}
+    sampling = {"KV cache": 0.0} | rollout_parts(model, config, e)
+    moments = {"rollout": states(sizes, config, "") | sampling | shared}
+    free = memory - Plan(moments, memory).total("rollout")
+    moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
     shared["other"] += step_scalars(config, bool(critic))
     for name in reversed(sizes):  # the critic first, as in a step
         work = training_parts(model, config, e, layer, is_policy=name == "policy")
@@ -119,14 +122,22 @@ def states(sizes: dict[str, int], config: Config, working: str, stepping: bool =
     return parts
 
 
+def cache_bytes(model: PretrainedConfig, config: Config, e: int, free: float) -> float:
+    """The most that keys and values take: --kv-cache-tokens, or four fifths of the `free` bytes but
+    one longest sequence at least; never more than all slots can fill.
+    """
+    token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * e
+    bound = config.kv_cache_tokens * token or max(0.8 * free, longest(config) * token)
+    return min(bound, config.slots * longest(config) * token)
+
+
 def rollout_parts(model: PretrainedConfig, config: Config, e: int) -> Parts:
-    """The cache, the prefill of one longest sequence, the logits of one decoding step."""
-    kv_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * e
+    """One forward over pieces of prompts, the logits of one decoding step."""
     hidden, inner = model.hidden_size, model.intermediate_size
+    prefill = min(config.prefill_chunk_tokens, config.slots * longest(config))
     return {
-        "KV cache": config.slots * longest(config) * kv_token,
         # Without a gradient a layer holds three rows of each width at most.
-        "layer at work": longest(config) * 3 * e * (hidden + inner),
+        "layer at work": prefill * 3 * e * (hidden + inner),
         # logits, log-probs and their exponentials in float32, the distribution in float64, twice
         "head at work": config.slots * model.vocab_size * (3 * FLOAT + 2 * 8),
     }
@@ -244,8 +255,8 @@ def gpu_memory(config: Config) -> float:
 
 def next_change(config: Config, moment: str) -> dict:
     """The cheapest change not yet made that lowers the need at this moment; empty: none is left."""
-    if moment == "rollout" and config.slots > 1:
-        return {"slots": config.slots // 2}
+    if moment == "rollout" and config.kv_cache_tokens > longest(config):
+        return {"kv_cache_tokens": max(longest(config), config.kv_cache_tokens // 2)}
     if moment.endswith("backward"):
         if micro_batch_tokens(config) > longest(config):
             return {"max_tokens_per_micro_batch": longest(config)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
-from data import DataOrder, Problem, Rollout
+from data import DataOrder, Problem, Rollout, vocabulary_size
 from kvcache import KVCache
 from model import Transformer, head_size
 from rewards import has_format
@@ -133,7 +133,7 @@ class Sampler:
         self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
         self.tokenizer = tokenizer
         if tokenizer is not None:
-            model.restrict_vocabulary(len(tokenizer))
+            model.restrict_vocabulary(vocabulary_size(tokenizer))
         self.device = model.head_weight.device
         on_gpu = self.device.type == "cuda"
         self.kv_cache_tokens, self.chunk = kv_cache_tokens, prefill_chunk_tokens

@@ -57,6 +57,7 @@ from data import (
     stop_ids,
     think_mode,
     to_batch,
+    vocabulary_size,
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
@@ -135,7 +136,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
     for model in (policy, whole):
         model.set_head_dtype(DTYPES[config.head_dtype])
-        model.restrict_vocabulary(len(tokenizer))
+        model.restrict_vocabulary(vocabulary_size(tokenizer))
     sampler = rollout.Sampler(
         whole,
         stop_ids(start, tokenizer),
@@ -163,7 +164,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         state.reference = (
             Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
         )
-        state.reference.restrict_vocabulary(len(tokenizer))
+        state.reference.restrict_vocabulary(vocabulary_size(tokenizer))
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
@@ -745,7 +746,7 @@ def save_replay(
             "part": part,
             "error": error,
             "config": asdict(run.config),
-            "vocabulary": len(state.sampler.tokenizer),
+            "vocabulary": vocabulary_size(state.sampler.tokenizer),
             "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
             "given": {name: x.cpu() for name, x in given.items()},
         }

@@ -80,9 +80,19 @@ def test_parameters_and_cache_are_those_of_minicpm5_2b():
         2.249e9, rel=1e-3
     )
     assert layer == pytest.approx(47.19e6, rel=1e-3)
-    assert plan.rollout_parts(MINICPM5_2B, recipe("grpo-minicpm5-2b-128k", "--slots=1"), 2)[
-        "KV cache"
-    ] / (2048 + 126_976) == pytest.approx(43.0e3, rel=1e-3)
+    one = recipe("grpo-minicpm5-2b-128k", "--slots=1")
+    one_slot = plan.cache_bytes(MINICPM5_2B, one, 2, 1e12)
+    assert one_slot / (2048 + 126_976) == pytest.approx(43.0e3, rel=1e-3)
+
+
+def test_the_cache_takes_its_bound_or_four_fifths_of_what_is_free():
+    config = recipe("justrl2-minicpm5-2b-128k", "--slots=32")
+    at_80 = plan.make_plan(MINICPM5_2B, config, 80 * GB)
+    rest = at_80.total("rollout") - at_80.moments["rollout"]["KV cache"]
+    assert at_80.moments["rollout"]["KV cache"] == pytest.approx(0.8 * (80 * GB - rest))
+    config.kv_cache_tokens = 200_000
+    bounded = plan.make_plan(MINICPM5_2B, config, 80 * GB).moments["rollout"]["KV cache"]
+    assert bounded / 200_000 == pytest.approx(43.0e3, rel=1e-3)
 
 
 # Columns of the table: GPUs, tokens, flags; states, checkpoints, layer peak, total (GB).
@@ -141,7 +151,7 @@ def test_logits_written_out_would_need_what_the_table_says():
 
 def test_128k_fits_eight_80_gb_gpus_one_of_141_gb_and_one_of_80_gb_with_offload():
     assert plan.make_plan(MINICPM5_2B, recipe("justrl2-minicpm5-2b-128k"), 80 * GB).fits
-    one = recipe("justrl2-minicpm5-2b-128k", "--nproc=1", "--mlp-chunk-tokens=16384", "--slots=4")
+    one = recipe("justrl2-minicpm5-2b-128k", "--nproc=1", "--mlp-chunk-tokens=16384")
     assert plan.make_plan(MINICPM5_2B, one, 141 * GB).fits
     assert not plan.make_plan(MINICPM5_2B, one, 80 * GB).fits
     one.offload = "optimizer"
@@ -168,12 +178,13 @@ def test_every_gpu_recipe_fits_the_hardware_it_names(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "flags", "memory", "words"),
     [
-        ("justrl2-minicpm5-2b-128k", "--slots=64", 80, ["--slots 8"]),
-        ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 80,
+        ("justrl2-minicpm5-2b-128k", "--kv-cache-tokens=2000000", 80,
+         ["--kv-cache-tokens 1000000"]),
+        ("justrl2-minicpm5-2b-128k", "--nproc=1", 80,
          ["--mlp-chunk-tokens 16384", "--offload optimizer"]),
-        ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 57,
+        ("justrl2-minicpm5-2b-128k", "--nproc=1", 57,
          ["--max-response-tokens", "--offload idle"]),
-        ("justrl2-minicpm5-2b-128k", "--nproc=1 --slots=1", 5, ["--nproc", "smaller model"]),
+        ("justrl2-minicpm5-2b-128k", "--nproc=1", 5, ["--nproc", "smaller model"]),
     ],
 )  # fmt: skip
 def test_what_cannot_fit_is_refused_with_a_change_that_makes_it_fit(
