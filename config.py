@@ -273,6 +273,11 @@ class Config:
             "--is-mode tis or icepop as well",
         )
         _require(
+            not self.async_steps or not self.partial_mask_old,
+            "partial_mask_old",
+            "would leave nothing to train on: with --async-steps every token is of an older policy",
+        )
+        _require(
             not self.async_steps or self.nproc == 1,
             "async_steps",
             "works in one process: beside the collectives of an update, those of a rollout would "

@@ -681,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = parse(argv)
         kind = distributed.choose_device(config.device, config.nproc)
-        distributed.relaunch(config.nproc)
+        distributed.launch(config.nproc)
         device = distributed.init(kind)
         if config.dtype == "auto":
             config.dtype = "bfloat16" if device.type == "cuda" else "float32"

@@ -5,6 +5,7 @@ import torch
 from test_train import HashGrader, metrics, run, same, weights
 
 import train
+from data import load_tokenizer, vocabulary_size
 
 FLAGS = "--algorithm grpo --is-mode tis --is-low 0.5 --is-high 2 --save-every 1 "
 FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slots 10").split()
@@ -41,6 +42,8 @@ def test_version_tags_and_importance_weights_are_those_of_two_weight_versions(
         tmp_path / f"r/checkpoints/step_{s:06d}/policy" for s in (1, 2, 3)
     ]
     policies = [train.Transformer.from_pretrained(p) for p in policies]
+    for policy in policies:  # as the run does
+        policy.restrict_vocabulary(vocabulary_size(load_tokenizer(random_tiny_model)))
     for step, (version, batch, old_logprobs, config) in enumerate(seen):
         sampled_by = max(step - 1, 0)  # the first step has nothing to run beside
         tags = {v for r in batch.rollouts for v in r.weight_versions}
@@ -61,7 +64,7 @@ def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(random_tiny_mode
     ahead = run(tmp_path / "b", *flags, "--async-steps", 1, model=random_tiny_model)
     for rows in (plain, ahead):  # weights of another version are other tags, though the same
         for row in rows.values():
-            del row["rollout/mixed_version_share"]
+            del row["rollout/mixed_version_share"], row["rollout/version_spread_max"]
     assert untimed(plain) == untimed(ahead)
     lines = [(tmp_path / f / "rollouts.jsonl").read_bytes() for f in "ab"]
     assert lines[0] == lines[1]
@@ -101,6 +104,10 @@ def test_a_failure_beside_a_rollout_ends_both(random_tiny_model, tmp_path, monke
     [
         (["--is-mode", "none"], "only importance weights make right"),
         (["--is-mode", "tis", "--nproc", "2"], "works in one process"),
+        (
+            "--is-mode tis --over-sampling 2 --partial-rollout --partial-mask-old".split(),
+            "every token is of an older policy",
+        ),
         (["--is-mode", "tis", "--async-steps", "2"], "choose one of 0, 1"),
     ],
 )

@@ -262,7 +262,9 @@ def test_tenths_of_ragged_responses():
 
 def test_the_audit_of_a_step_is_one_line_of_json(tmp_path):
     rollouts = [
-        Rollout(Problem("", 0, "", [5], ""), g, j, 0, [6] * 4, [0.0] * 4, reward=float(g == j))
+        Rollout(
+            Problem("", 0, "", [5], ""), g, j, 0, [6] * 4, [0.0] * 4, [0] * 4, reward=float(g == j)
+        )
         for g in range(2)
         for j in range(2)
     ]

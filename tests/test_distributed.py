@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ def finish(process):
     return output
 
 
+# A rank fills its slots with its own share; the mismatch is rounding.
+OF_THE_MACHINE = ("perf/", "mismatch", "slot_occupancy")
+
+
 def read(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
@@ -66,7 +71,7 @@ def test_s1_ranks_change_no_loss_gradient_or_weight(folders, nproc):
     """15 responses on 2 and 3 processes with unequal work, a critic-only step and a policy step."""
     for one, many in zip(*(read(folders[n], "metrics.jsonl") for n in (1, nproc)), strict=True):
         for name, value in one.items():
-            if isinstance(value, float) and "perf/" not in name and "mismatch" not in name:
+            if isinstance(value, float) and not any(x in name for x in OF_THE_MACHINE):
                 assert many[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (one["step"], name)
     for part in ("policy", "critic"):
         a, b = (
@@ -132,14 +137,26 @@ def test_two_ranks_compute_in_bf16_what_one_computes(tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "expected"),
-    [(None, 8), ("1", 8), ("2", None)],
+    [(None, 8), ("1", 8), ("2", 0)],
     ids=["python train.py", "torchrun train.py", "torchrun --nproc-per-node 2 train.py"],
 )
-def test_nproc_starts_the_launcher_unless_one_has_started_several(world, expected, monkeypatch):
+def test_nproc_starts_its_ranks_unless_a_launcher_has_started_several(world, expected, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
     started = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
-    distributed.relaunch(8)
-    assert [f"--nproc-per-node={expected}" in a for a in started] == ([True] if expected else [])
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command, env, **_):
+            started.append((env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]))
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(distributed.subprocess, "Popen", Ended)
+    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) if expected else nullcontext():
+        distributed.launch(8)
+    assert started == [(str(r), str(r), "8") for r in range(expected)]
