@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,9 +49,9 @@ def test_sigterm_stops_sampling_and_saves_the_last_finished_step_exactly(
     flags += "--save-every 0 --lr 1e-3"
     whole = run(tmp_path / "a", *flags.split(), model=random_tiny_model)
     with monkeypatch.context() as patch:
-        calls = interrupting(patch, signal.SIGTERM, lambda n: n == 70)
+        calls = interrupting(patch, signal.SIGTERM, lambda n: n == 40)
         rows = run(tmp_path / "b", *flags.split(), model=random_tiny_model)
-    assert len(calls) == 70  # not one token more
+    assert len(calls) == 40  # not one token more
     done = max(rows)
     assert 0 < done < 3 and (tmp_path / f"b/checkpoints/step_{done:06d}/manifest.json").exists()
     train.main(["--resume", "--output-dir", str(tmp_path / "b")])
@@ -168,7 +169,8 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
     assert result.returncode == 1 and seconds < 60
     assert result.stderr.startswith("rank 1: Traceback")
     assert "the cause" in result.stderr.split("rank 0: ")[0]
-    assert "error: rank 1 ended with status 1" in result.stderr
+    # Rank 0 may fall within the same look of the launcher, which then names it.
+    assert re.search(r"error: rank [01] ended with status 1, and the others", result.stderr)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ GPU, and against the live bytes of whole small runs.
 """
 
 import weakref
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,14 +297,16 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
             r.response_ids = list(range(100, 260))
             r.rollout_logprobs, r.weight_versions = [-7.0] * 160, [0] * 160
             r.finish_reason, r.reward, r.reason = "length", float(r.sample_index % 2), "ok"
-        counts = dict(rounds=1, resumed=0, finished=2, aborted=0, surplus=0)
-        return rollout.Collected(groups, [], groups, counts)
+        return rollout.Collected(groups, [], groups, Counter(rounds=1, finished=2))
 
     monkeypatch.setattr(rollout, "collect", collect)
+    for module in (rollout, train):  # the tokenizer is smaller than the model
+        monkeypatch.setattr(module, "vocabulary_size", lambda tokenizer: 10**9)
     live = LiveBytes()
     with live:
         run, state = train.set_up(config, torch.device("cpu"))
-        for _ in range(2):
-            train.train_step(run, state)
+        with run.grader:
+            for _ in range(2):
+                train.train_step(run, state)
     ours = plan.make_plan(plan.read_shape(str(small_model)), config, GB)
     assert live.peak == pytest.approx(ours.total(ours.peak) - plan.CUDA_CONTEXT, rel=0.15)
