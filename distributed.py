@@ -88,10 +88,11 @@ def wait_for(ranks: Sequence[subprocess.Popen], grace_s: float = 10.0) -> int | 
     running = lambda: any(p.poll() is None for p in ranks)
     failed = lambda: [r for r, p in enumerate(ranks) if p.poll()]
     while running() and not failed():
-        time.sleep(0.1)
+        time.sleep(0.02)
     if not failed():
         return 0
-    first = failed()[0]
+    # A signal is a cause; status 1 beside it may be the connection that was lost with that rank.
+    first = min(failed(), key=lambda r: ranks[r].returncode > 0)
     deadline = time.monotonic() + grace_s
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
