@@ -51,8 +51,8 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 def launch(nproc: int) -> None:
     """Run this command in `nproc` processes of its own, and exit when they have; no-op for one
-    process, and inside a launcher (a bare `torchrun train.py --nproc 8`, which starts one process,
-    gets its eight).
+    process, and inside a launcher (a bare `torchrun -- train.py --nproc 8`, which starts one
+    process, gets its eight).
 
     What torchrun does on one node, but for two things. SIGINT and SIGTERM are passed on and then
     waited for: torchrun kills after 30 s, in the middle of a step or a save. And when a rank dies
