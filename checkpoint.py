@@ -33,6 +33,9 @@ from rollout import Collected, Sampler
 MANIFEST = "manifest.json"
 
 
+Optimizers = Sequence[torch.optim.Optimizer]  # that share the parameters of one model
+
+
 @dataclass
 class State:
     """Everything a run carries from one step to the next. Models are float32 masters, sharded when
@@ -40,11 +43,11 @@ class State:
     """
 
     policy: Transformer
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     sampler: Sampler  # owns a whole copy of the policy in the compute dtype
     order: DataOrder
     critic: torch.nn.Module | None = None
-    critic_optimizer: torch.optim.Optimizer | None = None
+    critic_optimizers: Optimizers = ()
     reference: Transformer | None = None  # frozen start policy, for the KL term
     buffer: list[list[Rollout]] = field(default_factory=list)
     ahead: Collected | None = None  # --async-steps: the groups of the next step, sampled already
@@ -149,11 +152,11 @@ def parts(state: State) -> Iterator[Callable[[Path], None]]:
 
     yield policy
     books = position(state)
-    books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizer)
+    books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizers)
     if state.critic is not None:
         weights = distributed.full_state(state.critic)
         yield lambda folder: state.critic.save_pretrained(folder / "critic", state_dict=weights)
-        optimizer = distributed.optimizer_state(state.critic, state.critic_optimizer)
+        optimizer = distributed.optimizer_state(state.critic, state.critic_optimizers)
         books["critic_optimizer"] = optimizer
     yield lambda folder: torch.save(books, folder / "trainer_state")
 
@@ -272,8 +275,8 @@ def load_trainer_state(state: State, file: Path, problems: Sequence[Problem]) ->
     """Position and optimizers of a checkpoint."""
     saved = torch.load(file, map_location="cpu", weights_only=True)
     set_position(state, saved, problems)
-    distributed.load_optimizer_state(state.policy, state.optimizer, saved["optimizer"])
+    distributed.load_optimizer_state(state.policy, state.optimizers, saved["optimizer"])
     if state.critic is not None:
         distributed.load_optimizer_state(
-            state.critic, state.critic_optimizer, saved["critic_optimizer"]
+            state.critic, state.critic_optimizers, saved["critic_optimizer"]
         )

@@ -102,7 +102,8 @@ class Config:
     lr: float = _f(2e-4, "policy learning rate, constant (paper, 2B model: 1e-6)")
     critic_lr: float = _f(2e-3, "critic learning rate (paper, 2B model: 5e-6)")
     critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup")
-    weight_decay: float = _f(0.1, "AdamW decay of matrices; norms, biases and the value head are not decayed")
+    optimizer: str = _f("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate")
+    weight_decay: float = _f(0.1, "decay of matrices; norms, biases and the value head are not decayed")
     adam_beta1: float = _f(0.9, "AdamW beta 1")
     adam_beta2: float = _f(0.98, "AdamW beta 2")
     adam_eps: float = _f(1e-8, "AdamW epsilon")
@@ -328,6 +329,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16"),
     "head_dtype": ("auto", "float32", "bfloat16"),
+    "optimizer": ("adamw", "muon"),
     "think": ("auto", "require", "none"),
     "offload": ("none", "optimizer", "idle"),
     "aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"),

@@ -251,25 +251,30 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Whole optimizer state on the CPU, keyed by parameter name, so another number of ranks can
-    load it.
+def optimizer_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict:
+    """Whole state of a module's optimizers on the CPU, keyed by parameter name, so another number
+    of ranks can load it.
     """
-    if not optimizer.state:  # asking would make torch take a fake first step, and Adam count it
+    if not all(
+        o.state for o in optimizers
+    ):  # asking would make torch take a fake first step, and Adam count it
         return {}
     return get_optimizer_state_dict(
-        module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        module, optimizers, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
 
 
-def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+def load_optimizer_state(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict
+) -> None:
     """Put back what `optimizer_state` returned (present on every rank), but no hyper-parameter."""
     if not state:
         return
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = lambda: [g for o in optimizers for g in o.param_groups]  # loading makes new ones
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in groups()]
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+    set_optimizer_state_dict(module, optimizers, optim_state_dict=state, options=options)
+    for group, setting in zip(groups(), settings, strict=True):
         group.update(setting)
 
 

@@ -42,7 +42,7 @@ import distributed
 import losses
 import plan
 import rollout
-from checkpoint import State
+from checkpoint import Optimizers, State
 from config import ROOT, Config, ConfigError, parse, reward_weights
 from data import (
     Batch,
@@ -147,7 +147,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     )
     state = State(
         policy,
-        adamw(policy, config.lr, config),
+        make_optimizers(policy, config.lr, config),
         sampler,
         DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
     )
@@ -159,7 +159,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         else:
             critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
         state.critic = prepare(critic, device, config)
-        state.critic_optimizer = adamw(state.critic, config.critic_lr, config)
+        state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
     if config.kl_coef:
         state.reference = (
             Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
@@ -168,8 +168,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
-    for model, optimizer in trained(state):
-        leave(model, optimizer, config)
+    for model, optimizers in trained(state):
+        leave(model, optimizers, config)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
     report = books.open_reporter(folder, config, state.step)
     write_config(folder, config)
@@ -186,37 +186,50 @@ def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> tor
     return model
 
 
-def adamw(model: torch.nn.Module, lr: float, config: Config) -> torch.optim.AdamW:
-    """AdamW with float32 state; norms, biases and the value head keep away from weight decay."""
-    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name
+def make_optimizers(model: torch.nn.Module, lr: float, config: Config) -> Optimizers:
+    """AdamW with float32 state; norms, biases and the value head keep away from weight decay.
+
+    With --optimizer muon, Muon takes the matrices of the layers and AdamW keeps the rest, embedding
+    and heads among it. Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as
+    large as AdamW's (Moonlight, 2502.16982) and one --lr serves both.
+    """
     named = list(model.named_parameters())
+    is_muon = lambda name, p: config.optimizer == "muon" and ".layers." in name and p.ndim == 2
+    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name
+    rest = [(n, p) for n, p in named if not is_muon(n, p)]
     groups = [
-        {"params": [p for n, p in named if decayed(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named if not decayed(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in rest if decayed(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in rest if not decayed(n, p)], "weight_decay": 0.0},
     ]
     betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+    if config.optimizer == "adamw":
+        return [adamw]
+    matrices = [p for n, p in named if is_muon(n, p)]
+    scaling = {"adjust_lr_fn": "match_rms_adamw"}
+    return [torch.optim.Muon(matrices, lr, weight_decay=config.weight_decay, **scaling), adamw]
 
 
 # ---- what --offload keeps on the host (on a CPU every move is to where it is already)
 
 
-def trained(state: State) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
-    """The models that train, each with its optimizer."""
-    pairs = [(state.policy, state.optimizer), (state.critic, state.critic_optimizer)]
+def trained(state: State) -> list[tuple[torch.nn.Module, Optimizers]]:
+    """The models that train, each with its optimizers."""
+    pairs = [(state.policy, state.optimizers), (state.critic, state.critic_optimizers)]
     return [pair for pair in pairs if pair[0] is not None]
 
 
 def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move AdamW's two moments; its step count, a scalar, always stays on the host."""
+    """Move AdamW's two moments, or Muon's one; a step count, a scalar, always stays on the host."""
     for state in optimizer.state.values():
         state |= {name: x.to(device) for name, x in state.items() if x.ndim}
 
 
-def leave(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+def leave(model: torch.nn.Module, optimizers: Optimizers, config: Config) -> None:
     """Put on the host what --offload keeps there while the model does nothing."""
     if config.offload != "none":
-        move_moments(optimizer, HOST)
+        for optimizer in optimizers:
+            move_moments(optimizer, HOST)
     if config.offload == "idle":
         model.to(HOST)
 
@@ -224,16 +237,17 @@ def leave(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Conf
 @contextmanager
 def at_work(run: Run, *pairs: tuple, moments: bool = False) -> Iterator[None]:
     """Weights of these models, and on demand their optimizers' moments, on the device within."""
-    for model, optimizer in pairs:
+    for model, optimizers in pairs:
         if run.config.offload == "idle":
             model.to(run.device)
         if run.config.offload != "none" and moments:
-            move_moments(optimizer, run.device)
+            for optimizer in optimizers:
+                move_moments(optimizer, run.device)
     try:
         yield
     finally:
-        for model, optimizer in pairs:
-            leave(model, optimizer, run.config)
+        for model, optimizers in pairs:
+            leave(model, optimizers, run.config)
 
 
 def open_run_directory(config: Config) -> Path:
@@ -302,7 +316,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     with sampling_ahead(run, state, clock):
         metrics = learn(run, state, collected, clock)
     if "policy/loss" in metrics:
-        with clock("refresh_sampler"), at_work(run, (state.policy, state.optimizer)):
+        with clock("refresh_sampler"), at_work(run, (state.policy, state.optimizers)):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -363,7 +377,7 @@ def learn(
     metrics["rollout/version_lag"] = lag
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
-    policy, critic = (state.policy, state.optimizer), (state.critic, state.critic_optimizer)
+    policy, critic = (state.policy, state.optimizers), (state.critic, state.critic_optimizers)
     if kept:
         batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
@@ -658,7 +672,7 @@ def update(
     weights change; weights and minibatch are saved for --replay.
     """
     model = getattr(state, part)
-    optimizer = state.optimizer if part == "policy" else state.critic_optimizer
+    optimizers = state.optimizers if part == "policy" else state.critic_optimizers
     try:
         for mb in micro_batches(batch, run.config, f"{part} update", rows):
             loss, parts = LOSSES[part](model, mb, given, run.config)
@@ -671,7 +685,7 @@ def update(
                 )
             distributed.backward(loss)
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
-        sums.add_optimizer_step(optimizer_step(model, optimizer, lr, run.config))
+        sums.add_optimizer_step(optimizer_step(model, optimizers, lr, run.config))
     except FloatingPointError as error:
         print0(f"\n{error}: saving the minibatch", file=sys.stderr)
         file = save_replay(
@@ -705,20 +719,21 @@ def row_weights(
 
 
 def optimizer_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr: float, config: Config
+    model: torch.nn.Module, optimizers: Optimizers, lr: float, config: Config
 ) -> float:
     """Clip, step, clear; returns the gradient norm before clipping."""
     norm = distributed.grad_norm(model, config.max_grad_norm)
     if not math.isfinite(norm):
         raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if config.offload != "none":
-        move_moments(optimizer, optimizer.param_groups[0]["params"][0].device)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    if config.offload != "none":
-        move_moments(optimizer, HOST)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if config.offload != "none":
+            move_moments(optimizer, optimizer.param_groups[0]["params"][0].device)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if config.offload != "none":
+            move_moments(optimizer, HOST)
     return norm
 
 

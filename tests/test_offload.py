@@ -52,9 +52,9 @@ def test_nothing_is_used_while_it_is_away(offload, random_tiny_model, plain, tmp
         note(self, where)
         return self
 
-    def optimizer_state(module, optimizer):
-        assert not {id(module), id(optimizer)} & away
-        return whole_state(module, optimizer)
+    def optimizer_state(module, optimizers):
+        assert not {id(module), *map(id, optimizers)} & away
+        return whole_state(module, optimizers)
 
     def here(thing, *_):
         assert id(thing) not in away, type(thing).__name__
@@ -85,9 +85,10 @@ def test_leaving_takes_every_weight_and_moment_along(random_tiny_model, tmp_path
     train.train_step(run, state)
     monkeypatch.setattr(train, "HOST", torch.device("meta"))
     config.offload = "idle"
-    for model, optimizer in train.trained(state):
-        train.leave(model, optimizer, config)
+    for model, optimizers in train.trained(state):
+        train.leave(model, optimizers, config)
         assert all(p.is_meta for p in model.parameters())
+        (optimizer,) = optimizers
         moments = [x for s in optimizer.state.values() for x in s.values() if x.ndim]
         assert len(moments) == 2 * len(list(model.parameters())) and all(x.is_meta for x in moments)
         steps = [s["step"] for s in optimizer.state.values()]

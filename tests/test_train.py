@@ -212,9 +212,12 @@ def test_bc07c_a_sampler_that_can_never_fill_ends_and_says_so(random_tiny_model,
 # ---- resume and interruption
 
 
-def test_bc14_three_steps_and_resume_equal_six_steps(random_tiny_model, tmp_path, mixed_rewards):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bc14_three_steps_and_resume_equal_six_steps(
+    random_tiny_model, tmp_path, mixed_rewards, optimizer
+):
     flags = "--num-critic-only-steps 2 --over-sampling 2 --partial-rollout --slots 10 "
-    flags += "--lr 1e-3 --critic-lr 1e-3 --save-every 3"
+    flags += f"--lr 1e-3 --critic-lr 1e-3 --save-every 3 --optimizer {optimizer}"
     whole = run(tmp_path / "a", "--steps", 6, *flags.split(), model=random_tiny_model)
     run(tmp_path / "b", "--steps", 3, *flags.split(), model=random_tiny_model)
     resumed = run(tmp_path / "b", "--steps", 6, "--resume", *flags.split(), model=random_tiny_model)
@@ -294,7 +297,7 @@ def test_resume_needs_no_flag_repeated_and_takes_new_hyperparameters(
         patch.setattr(train, "optimizer_step", lambda m, o, *a: seen.append(o) or step(m, o, *a))
         more = ["--steps", "4", "--weight-decay", "0.3"]
         train.main(["--resume", "--output-dir", str(tmp_path / "r"), *more])
-    assert seen[0].param_groups[0]["weight_decay"] == 0.3
+    assert seen[0][0].param_groups[0]["weight_decay"] == 0.3
 
 
 def test_a_failed_start_leaves_the_directory_free(random_tiny_model, tmp_path, mixed_rewards):
@@ -665,13 +668,46 @@ def test_norms_biases_and_the_value_head_are_not_decayed(random_tiny_model):
     from critic import Critic
 
     critic = Critic.from_policy(random_tiny_model, 0.5)
-    optimizer = train.adamw(critic, 1e-3, train.Config())
+    (optimizer,) = train.make_optimizers(critic, 1e-3, train.Config())
     names = {id(p): n for n, p in critic.named_parameters()}
     decayed, free = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
     assert optimizer.param_groups[1]["weight_decay"] == 0
     assert all("norm" in n or "value_head" in n for n in free)
     assert all(n.endswith("_proj.weight") or "embed" in n for n in decayed)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_nothing_else(random_tiny_model):
+    policy = train.Transformer.from_pretrained(random_tiny_model)
+    config = train.Config(optimizer="muon", weight_decay=0.1)
+    muon, adamw = train.make_optimizers(policy, 1e-2, config)
+    names = {id(p): name for name, p in policy.named_parameters()}
+    taken = {names[id(p)] for p in muon.param_groups[0]["params"]}
+    layers = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+    layers = f"{layers} mlp.gate_proj mlp.up_proj mlp.down_proj".split()
+    count = len(policy.model.layers)
+    assert taken == {f"model.layers.{i}.{n}.weight" for i in range(count) for n in layers}
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert taken.isdisjoint(rest) and taken | rest == set(names.values())
+
+
+def test_a_step_of_muon_is_the_polar_factor_of_the_gradient(random_tiny_model):
+    """W <- W - lr wd W - 0.2 sqrt(longer side) lr U V', gradient U S V' (2502.16982), up to the
+    loose convergence of five Newton-Schulz iterations: singular values between 0.6 and 1.3.
+    """
+    policy = train.Transformer.from_pretrained(random_tiny_model)
+    config = train.Config(optimizer="muon", weight_decay=0.1, max_grad_norm=1e9)
+    optimizers = train.make_optimizers(policy, 1e-2, config)
+    weight = policy.model.layers[0].mlp.up_proj.weight
+    before, gradient = weight.detach().clone(), torch.randn_like(weight)
+    weight.grad = gradient.clone()
+    train.optimizer_step(policy, optimizers, 1e-2, config)
+    update = ((1 - 1e-2 * 0.1) * before - weight.detach()) / (1e-2 * 0.2 * max(weight.shape) ** 0.5)
+    u, _, v = torch.linalg.svd(gradient.double(), full_matrices=False)
+    inside = u.T @ update.double() @ v.T
+    assert (inside.diagonal() > 0.6).all() and (inside.diagonal() < 1.3).all()
+    assert (inside - inside.diagonal().diag()).abs().max() < 0.05
+    assert (update - (u @ inside.diagonal().diag() @ v)).abs().max() < 0.05
 
 
 def test_a_kl_term_and_an_entropy_bonus_change_the_gradient(
