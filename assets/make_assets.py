@@ -134,13 +134,13 @@ def make_tokenizer():
     )
 
 
-def make_model(tokenizer):
-    """Randomly initialised two-layer Llama with grouped-query attention, 103k parameters."""
+def make_model(tokenizer, layers=2):
+    """Randomly initialised Llama with grouped-query attention, 103k parameters in two layers."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

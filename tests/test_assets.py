@@ -5,6 +5,7 @@ import random
 import re
 import runpy
 import string
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -155,3 +156,82 @@ def test_base_model_keeps_the_format_and_leaves_room_to_learn(script, tokenizer,
 
     lengths = [len(tokenizer.encode(text.split("<|im_end|>")[0])) + 1 for text in texts]
     assert min(lengths) <= 20 and max(lengths) >= 6 * min(lengths)
+
+
+# ---- the long task
+
+
+def read_long(split):
+    return [json.loads(line) for line in (ASSETS / f"long-{split}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def long_script():
+    sys.path.insert(0, str(ASSETS))
+    try:
+        return runpy.run_path(str(ASSETS / "make_long_assets.py"))
+    finally:
+        sys.path.remove(str(ASSETS))
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_long_problems_are_those_of_the_script(long_script, split):
+    text = long_script["to_jsonl"](long_script["make_problems"]()[split])
+    assert (ASSETS / f"long-{split}.jsonl").read_bytes() == text.encode()
+
+
+def test_long_labels_follow_the_table_of_the_script(long_script):
+    for p in read_long("train") + read_long("eval"):
+        value, first, last = map(int, re.findall(r"\d+", p["prompt"]))
+        for step in range(first, last - 1, -1):
+            value = long_script["RESULTS"][step, value]
+        assert p["label"] == str(value) and p["steps"] == first - last + 1
+
+
+def test_long_chains_have_up_to_44_steps_and_no_held_out_prompt_is_trained(long_script):
+    splits = {split: read_long(split) for split in ("train", "eval")}
+    for problems in splits.values():
+        counts = Counter(p["steps"] for p in problems)
+        assert min(counts) == 4 and max(counts) == 44 and len(set(counts.values())) == 1
+    train, held_out = ({p["prompt"] for p in problems} for problems in splits.values())
+    assert train.isdisjoint(held_out)
+
+
+def test_every_step_of_the_long_task_permutes_the_digits(long_script):
+    # Two digits with one result would hide a slip.
+    results = long_script["RESULTS"]
+    for step in range(1, 45):
+        assert sorted(results[step, digit] for digit in range(5)) == [0, 1, 2, 3, 4]
+    slips = sorted(long_script["SLIPS"].values())
+    assert slips[-32] == 0 < 0.2 <= slips[-31] and slips[-1] <= 0.8
+
+
+def test_a_mark_of_doubt_stays_from_the_first_slip_on(long_script):
+    for seed in range(50):
+        text = long_script["write_response"](1, 44, 1, random.Random(seed))
+        lines = [(int(i), int(v), m) for i, v, m in re.findall(r" (\d+):(\d)([.?])", text)]
+        value, doubt = 1, False
+        for step, result, mark in lines:
+            doubt = doubt or result != long_script["RESULTS"][step, value]
+            assert mark == ("?" if doubt else "."), (seed, step)
+            value = result
+        assert len(lines) == 44 and text.endswith(f"\\boxed{{{value}}}")
+
+
+def test_long_base_model_keeps_the_format_and_solves_a_third(long_script):
+    folder = ASSETS / "tiny-long-base"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    problems = read_long("eval")
+    chats = [chat(tokenizer, p["prompt"]) for p in problems]
+    inputs = tokenizer(chats, return_tensors="pt", padding=True, padding_side="left")
+    output = model.generate(**inputs, max_new_tokens=150, do_sample=True, top_k=0)
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
+    matches = [long_script["RESPONSE"].match(text) for text in texts]
+    right = [m is not None and m[1] == p["label"] for m, p in zip(matches, problems, strict=True)]
+    assert sum(m is not None for m in matches) > 0.97 * len(problems)
+    assert 0.2 < sum(right) / len(problems) < 0.5
+    # What a critic can see: the model mostly doubts wrong chains and trusts right ones.
+    doubt = [text.split("</think>")[0].endswith("?") for text in texts]
+    assert sum(d != r for d, r in zip(doubt, right, strict=True)) > 0.75 * len(problems)
