@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill bench-sampler bench-tail
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill bench-sampler bench-tail compare
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -28,7 +28,7 @@ lint: $(STAMP)
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 
 assets: $(STAMP)
-	$(PYTHON) assets/make_assets.py
+	$(PYTHON) assets/make_assets.py && $(PYTHON) assets/make_long_assets.py
 
 # A real 135M model on the CPU: two JustRL II steps and an evaluation on twenty word problems (about ten minutes)
 REAL_MODEL := runs/smollm2-135m
@@ -61,3 +61,8 @@ bench-verify: $(STAMP)
 # Planted wrong labels and a skewed mix through curate.py: a demo run first, then ten minutes
 curate-evidence: $(STAMP)
 	$(PYTHON) tests/evidence_curate.py
+
+# GRPO, PPO and JustRL II on long chains: a grid, five seeds, ablations (hours; JOBS: CPU cores to use)
+JOBS ?= 2
+compare: $(STAMP)
+	$(PYTHON) compare.py all --jobs $(JOBS)

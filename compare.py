@@ -1,0 +1,331 @@
+"""A fair comparison on long chains: GRPO, PPO with two lambdas and JustRL II, equal sampled tokens.
+
+    python compare.py grid          the same learning rates for every algorithm, one seed
+    python compare.py main          each at its best rate, five other seeds, clean and noisy labels
+    python compare.py ablations     JustRL II with one change at a time
+    python compare.py muon          GRPO with two optimizers
+    python compare.py report        tables and figures from the runs that are there
+
+`make compare` does all of it. A run is a directory of train.py; one that is complete is not made
+again. Every algorithm starts from the same model, sees the same problems in the same order and
+samples as many responses per step as the others, the steps that warm up its critic included. Seeds
+are paired, and evaluation draws the same random numbers for all. docs/results.md has the outcome.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from config import ROOT
+
+# 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
+COMMON = f"""--model {ROOT}/assets/tiny-long-base --eval-data {ROOT}/assets/long-eval.jsonl
+    --steps 24 --prompts-per-step 16 --group-size 8 --max-refills 0 --max-response-tokens 128
+    --slots 128 --eval-every 6 --eval-samples 4 --save-every 0 --log-samples 0""".split()
+CRITIC = "--num-critic-only-steps 4 --critic-lr 2e-3 --critic-updates-per-step 4"
+ALGORITHMS = {
+    "GRPO": "--algorithm grpo",
+    "PPO, λ = 0.95": f"--algorithm ppo {CRITIC}",
+    "PPO, λ = 1": f"--algorithm ppo --gae-lambda 1 {CRITIC}",
+    "JustRL II": f"--algorithm justrl2 {CRITIC}",
+}
+MUON = {"GRPO, Muon": "--algorithm grpo --optimizer muon"}
+RUNS = ALGORITHMS | MUON  # tuned on the same grid
+ABLATIONS = {
+    "bias init 0": "--critic-value-bias-init 0",
+    "k = 0.05": "--gae-lambda-k 0.05",
+    "k = 1": "--gae-lambda-k 1",
+    "no warm-up": "--num-critic-only-steps 0",
+    "warm-up 10": "--num-critic-only-steps 10",
+    "one critic update": "--critic-updates-per-step 1",
+    "no whitening": "--no-whiten-advantages",
+    "group centred": "--algorithm justrl2_group",
+}
+RATES = ("3e-4", "6e-4", "1.2e-3")
+GRID_SEED, SEEDS, ABLATION_SEEDS = 100, range(5), range(3)
+NOISE = 0.15  # share of wrong labels in the noisy training problems
+CRITIC_KEYS = "explained_variance", "end_auc"
+
+
+class Job(NamedTuple):
+    """One run of train.py."""
+
+    label: str
+    variant: str  # labels: clean or noisy
+    rate: str
+    seed: int
+    flags: str
+
+    def folder(self, root: Path) -> Path:
+        """Where it is, or will be."""
+        plain = "".join(c if c.isalnum() or c in ".=" else "-" for c in self.label)
+        return root / f"{self.variant}_{plain}_lr{self.rate}_seed{self.seed}"
+
+
+# ---- running
+
+
+def write_noisy(path: Path) -> None:
+    """The training problems, a share NOISE of the labels replaced by another digit."""
+    rng = random.Random(0)
+    lines = (ROOT / "assets/long-train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rng.sample(rows, round(NOISE * len(rows))):
+        row["label"] = rng.choice([d for d in "01234" if d != row["label"]])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Rows of a run, [] before its first."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def read_config(folder: Path) -> dict:
+    """Fields of a run."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def is_complete(folder: Path) -> bool:
+    """The last step of the run is in its metrics."""
+    rows = read_metrics(folder)
+    return bool(rows) and rows[-1]["step"] == read_config(folder)["steps"]
+
+
+def execute(job: Job, root: Path) -> None:
+    """Run train.py in a process of its own; an interrupted run goes on or begins again."""
+    folder = job.folder(root)
+    data = root / "noisy.jsonl" if job.variant == "noisy" else ROOT / "assets/long-train.jsonl"
+    command = [sys.executable, str(ROOT / "train.py"), "--output-dir", str(folder)]
+    command += ["--resume"] if (folder / "config.json").exists() else []
+    command += [*COMMON, "--data", str(data), "--lr", job.rate, "--seed", str(job.seed)]
+    log = root / f"{folder.name}.log"
+    with open(log, "w") as out:
+        one_core = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, *job.flags.split()], stdout=out, stderr=out, env=one_core)
+    if done.returncode:
+        raise SystemExit(f"error: {job.label} ended with status {done.returncode}; see {log}.")
+
+
+def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
+    """All jobs that are not complete, `parallel` at a time."""
+    root.mkdir(parents=True, exist_ok=True)
+    write_noisy(root / "noisy.jsonl")
+    waiting = [job for job in jobs if not is_complete(job.folder(root))]
+    with ThreadPoolExecutor(parallel) as pool:
+        list(tqdm(pool.map(lambda job: execute(job, root), waiting), total=len(waiting)))
+
+
+# ---- which runs
+
+
+def grid_jobs(root: Path) -> list[Job]:
+    """Every algorithm at every rate, with a seed that is not used again."""
+    return [
+        Job(label, "clean", rate, GRID_SEED, flags)
+        for label, flags in RUNS.items()
+        for rate in RATES
+    ]
+
+
+def best_rates(root: Path) -> dict[str, str]:
+    """For each algorithm the rate of the grid with the largest accuracy averaged over tokens."""
+    jobs = grid_jobs(root)
+    if missing := [job for job in jobs if not is_complete(job.folder(root))]:
+        raise SystemExit(f"error: {missing[0].folder(root)} is not complete; run the grid first.")
+    runs = [read_run(job, root) for job in jobs]
+    area = {(r["label"], r["rate"]): accuracy_at(r, common_budgets(runs)).mean() for r in runs}
+    return {label: max(RATES, key=lambda rate: area[label, rate]) for label in RUNS}
+
+
+def main_jobs(root: Path) -> list[Job]:
+    """Every algorithm at its best rate; seed by seed, so that half a comparison is paired too."""
+    rates = best_rates(root)
+    return [
+        Job(label, variant, rates[label], seed, flags)
+        for seed in SEEDS
+        for variant in ("clean", "noisy")
+        for label, flags in ALGORITHMS.items()
+    ]
+
+
+def ablation_jobs(root: Path) -> list[Job]:
+    """JustRL II at its best rate with one change, on the first seeds of the comparison."""
+    rate = best_rates(root)["JustRL II"]
+    changes = {"JustRL II": "", **ABLATIONS}.items()
+    return [
+        Job(label, "clean", rate, seed, f"{ALGORITHMS['JustRL II']} {change}")
+        for seed in ABLATION_SEEDS
+        for label, change in changes
+    ]
+
+
+def muon_jobs(root: Path) -> list[Job]:
+    """GRPO with AdamW and with Muon, each at its best rate."""
+    rates = best_rates(root)
+    return [
+        Job(label, "clean", rates[label], seed, RUNS[label])
+        for seed in ABLATION_SEEDS
+        for label in ("GRPO", *MUON)
+    ]
+
+
+# ---- reading
+
+
+def read_run(job: Job, root: Path) -> dict:
+    """Held-out accuracy over sampled tokens, seconds, and what the critic cost and knew."""
+    folder = job.folder(root)
+    rows, size = read_metrics(folder), read_config(folder)["group_size"]
+    tokens, curve = 0.0, []
+    for row in rows:
+        # Every response counts, kept or not; without over-sampling none is aborted.
+        responses = size * row.get("rollout/groups_finished", 0)
+        tokens += responses * row.get("rollout/response_length_mean", 0.0)
+        if "eval/accuracy" in row:
+            curve.append((tokens, row["eval/accuracy"]))
+    seconds = lambda *keys: sum(row.get(f"perf/{key}_s", 0.0) for row in rows for key in keys)
+    run = job._asdict() | {"tokens": tokens, "curve": curve, "seconds": seconds("step")}
+    run["critic_seconds"] = seconds("score_critic", "update_critic")
+    for key in CRITIC_KEYS:
+        known = [row[f"critic/{key}"] for row in rows if row.get(f"critic/{key}") is not None]
+        run |= {key: mean(known)} if known else {}
+    return run
+
+
+def common_budgets(runs: list[dict]) -> np.ndarray:
+    """101 token budgets from 0 to what the run with the fewest tokens has."""
+    return np.linspace(0, min(run["tokens"] for run in runs), 101)
+
+
+def accuracy_at(run: dict, budgets: np.ndarray) -> np.ndarray:
+    """Held-out accuracy after `budgets` sampled tokens, on straight lines between evaluations."""
+    return np.interp(budgets, *zip(*run["curve"], strict=True))
+
+
+def band(curves: np.ndarray) -> list[list[float]]:
+    """Mean over seeds and its 95 % band by bootstrap over seeds: (S, X) -> three times (X,)."""
+    draws = np.random.default_rng(0).integers(len(curves), size=(10_000, len(curves)))
+    low, high = np.quantile(curves[draws].mean(1), (0.025, 0.975), axis=0)
+    return [x.tolist() for x in (curves.mean(0), low, high)]
+
+
+def summarise(runs: list[dict], reference: str) -> list[dict]:
+    """One row per variant, label and rate: accuracy over tokens, its paired difference to
+    `reference` over the seeds that both have, and the cost.
+    """
+    budgets = common_budgets(runs)
+    curves = {(r["variant"], r["label"], r["seed"]): accuracy_at(r, budgets) for r in runs}
+    table = []
+    for key in dict.fromkeys((r["variant"], r["label"], r["rate"]) for r in runs):
+        mine = [r for r in runs if (r["variant"], r["label"], r["rate"]) == key]
+        accuracy = np.stack([accuracy_at(r, budgets) for r in mine])
+        row = dict(zip(("variant", "label", "rate"), key, strict=True)) | {"seeds": len(mine)}
+        row |= {"budgets": budgets.tolist(), "accuracy": band(accuracy)}
+        row |= {"area": accuracy.mean(), "end": accuracy[:, -1].mean()}
+        paired = [i for i, r in enumerate(mine) if (key[0], reference, r["seed"]) in curves]
+        if paired and key[1] != reference:
+            base = np.stack([curves[key[0], reference, mine[i]["seed"]] for i in paired])
+            change = accuracy[paired] - base
+            row |= {"difference": band(change), "area_difference": band(change.mean(1)[:, None])}
+        for name in ("tokens", "seconds", "critic_seconds", *CRITIC_KEYS):
+            values = [r[name] for r in mine if name in r]
+            row |= {name: mean(values)} if values else {}
+        table.append(row)
+    return table
+
+
+def as_text(table: list[dict], reference: str) -> str:
+    """The table in Markdown; `mean` is over tokens."""
+    heads = f"labels|algorithm|lr|seeds|mean|end|mean against {reference}, 95 % band|seconds"
+    heads = [*heads.split("|"), "critic's share", "explained variance", "end AUC"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in table:
+        change = [x for (x,) in row.get("area_difference", [])]
+        lines.append(
+            [
+                *(row["variant"], row["label"], row["rate"], str(row["seeds"])),
+                *(f"{row['area']:.3f}", f"{row['end']:.3f}"),
+                "{:+.3f} ({:+.3f} to {:+.3f})".format(*change) if change else "",
+                *(f"{row['seconds']:.0f}", f"{row['critic_seconds'] / row['seconds']:.0%}"),
+                *(f"{row[key]:.2f}" if key in row else "" for key in CRITIC_KEYS),
+            ]
+        )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def draw(table: list[dict], path: Path, reference: str) -> None:
+    """Above: accuracy over sampled tokens; below: its paired difference to `reference`."""
+    from matplotlib.figure import Figure
+
+    variants = list(dict.fromkeys(row["variant"] for row in table))
+    names = list(dict.fromkeys((row["label"], row["rate"]) for row in table))
+    figure = Figure(figsize=(5.4 * len(variants), 6.6), layout="tight")
+    axes = figure.subplots(2, len(variants), squeeze=False, sharex=True, sharey="row")
+    for row in table:
+        column = axes[:, variants.index(row["variant"])]
+        number = names.index((row["label"], row["rate"]))
+        for ax, name in zip(column, ("accuracy", "difference"), strict=True):
+            if name in row:
+                thousands, (middle, *edges) = np.array(row["budgets"]) / 1000, row[name]
+                label = f"{row['label']} (lr {row['rate']}, {row['seeds']} seeds)"
+                ax.plot(thousands, middle, color=f"C{number}", label=label)
+                ax.fill_between(thousands, *edges, color=f"C{number}", alpha=0.15, lw=0)
+        column[0].set_title(f"{row['variant']} labels", fontsize=10)
+        column[1].set_xlabel("sampled tokens (thousands)")
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("held-out accuracy")
+    axes[1, 0].set_ylabel(f"difference to {reference}, same seeds")
+    axes[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def report(jobs: list[Job], root: Path, name: str, reference: str) -> None:
+    """NAME.json, NAME.md and NAME.png from those of `jobs` that are complete."""
+    done = [job for job in jobs if is_complete(job.folder(root))]
+    print(f"\n{name}: {len(done)} of {len(jobs)} runs are complete")
+    if done:
+        table = summarise([read_run(job, root) for job in done], reference)
+        (root / f"{name}.json").write_text(json.dumps(table, indent=1))
+        (root / f"{name}.md").write_text(text := as_text(table, reference))
+        draw(table, root / f"{name}.png", reference)
+        print(text)
+
+
+PARTS = {
+    "grid": (grid_jobs, "GRPO"),
+    "main": (main_jobs, "GRPO"),
+    "ablations": (ablation_jobs, "JustRL II"),
+    "muon": (muon_jobs, "GRPO"),
+}
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("all", *PARTS, "report"))
+    parser.add_argument("--output-dir", type=Path, default=ROOT / "runs/compare")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one CPU core each")
+    args = parser.parse_args()
+    for part in PARTS if args.part in ("all", "report") else [args.part]:
+        find, reference = PARTS[part]
+        jobs = find(args.output_dir)
+        if args.part != "report":
+            run_all(jobs, args.output_dir, args.jobs)
+        report(jobs, args.output_dir, part, reference)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The comparison's bookkeeping on made-up runs: tokens, pairing, bands, choice of the rate."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import compare
+from compare import Job
+
+
+def write_run(root, job, accuracies, steps=4, groups=10, length=50.0):
+    """A complete run: `groups` groups of 8 per step, evaluated before it and after every step."""
+    folder = job.folder(root)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"steps": steps, "group_size": 8}))
+    rows = [{"step": 0, "eval/accuracy": accuracies[0]}]
+    for step in range(1, steps + 1):
+        rollout = {"groups_finished": groups, "groups_kept": 3, "response_length_mean": length}
+        row = {"step": step, "eval/accuracy": accuracies[step], "perf/step_s": 2.0}
+        rows.append(row | {f"rollout/{k}": v for k, v in rollout.items()})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def job(label, seed=0, rate="1e-3", variant="clean"):
+    return Job(label, variant, rate, seed, "")
+
+
+def test_tokens_of_kept_and_dropped_responses_count(tmp_path):
+    write_run(tmp_path, job("GRPO"), [0, 0.1, 0.2, 0.3, 0.4])
+    run = compare.read_run(job("GRPO"), tmp_path)
+    assert run["tokens"] == 4 * 10 * 8 * 50
+    assert run["curve"][1] == (4000, 0.1) and run["seconds"] == 8 and run["critic_seconds"] == 0
+
+
+def test_runs_with_longer_responses_are_compared_at_equal_tokens(tmp_path):
+    line = [0, 0.1, 0.2, 0.3, 0.4]
+    write_run(tmp_path, job("GRPO"), line)
+    write_run(tmp_path, job("JustRL II"), line, length=100.0)  # the same line, twice the tokens
+    runs = [compare.read_run(job(label), tmp_path) for label in ("GRPO", "JustRL II")]
+    grpo, justrl2 = compare.summarise(runs, "GRPO")
+    assert grpo["budgets"][-1] == justrl2["budgets"][-1] == 16_000
+    assert grpo["end"] == pytest.approx(0.4) and justrl2["end"] == pytest.approx(0.2)
+    assert justrl2["area_difference"][0][0] == pytest.approx(-0.1)
+
+
+def test_the_spread_of_seeds_leaves_a_paired_difference(tmp_path):
+    jobs = []
+    for seed in range(5):
+        easy = 0.1 * seed  # good and bad seeds are so for both
+        for label, gain in (("GRPO", 0.0), ("JustRL II", 0.02)):
+            jobs.append(job(label, seed))
+            write_run(tmp_path, jobs[-1], [easy + gain] * 5)
+    rows = compare.summarise([compare.read_run(j, tmp_path) for j in jobs], "GRPO")
+    row = next(row for row in rows if row["label"] == "JustRL II")
+    mean, low, high = (x for (x,) in row["area_difference"])
+    assert mean == pytest.approx(0.02) and high - low < 1e-9
+    assert row["accuracy"][2][0] - row["accuracy"][1][0] > 0.1  # unpaired, the seeds hide it
+
+
+def test_the_band_covers_the_mean_about_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(40):
+        _, (low,), (high,) = compare.band(rng.normal(size=(30, 1)))
+        inside += low < 0 < high
+    assert 33 <= inside <= 40
+
+
+def test_wrong_labels_are_a_fixed_share_and_never_the_right_one(tmp_path):
+    compare.write_noisy(tmp_path / "noisy.jsonl")
+    lines = (compare.ROOT / "assets/long-train.jsonl").read_text().splitlines()
+    clean = [json.loads(line) for line in lines]
+    noisy = [json.loads(line) for line in (tmp_path / "noisy.jsonl").read_text().splitlines()]
+    wrong = sum(a["label"] != b["label"] for a, b in zip(clean, noisy, strict=True))
+    assert wrong == round(0.15 * len(clean))
+    assert all(a["prompt"] == b["prompt"] for a, b in zip(clean, noisy, strict=True))
+
+
+def test_the_best_rate_is_that_of_the_whole_curve(tmp_path):
+    for j in compare.grid_jobs(tmp_path):
+        early = j.rate == "6e-4"
+        write_run(tmp_path, j, [0, 0.5, 0.6, 0.7, 0.7] if early else [0, 0, 0, 0, 0.9])
+    assert set(compare.best_rates(tmp_path).values()) == {"6e-4"}
+    labels = {j.label for j in compare.main_jobs(tmp_path)}
+    assert labels == set(compare.ALGORITHMS) and len(compare.main_jobs(tmp_path)) == 4 * 5 * 2
+
+
+def test_complete_runs_are_skipped_and_others_resumed(tmp_path, monkeypatch):
+    done, half, new = (job("GRPO", seed) for seed in range(3))
+    write_run(tmp_path, done, [0] * 5)
+    write_run(tmp_path, half, [0] * 5)
+    (half.folder(tmp_path) / "config.json").write_text('{"steps": 9, "group_size": 8}')
+    started = {}
+
+    def record(command, **_):
+        started[command[command.index("--seed") + 1]] = "--resume" in command
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(compare.subprocess, "run", record)
+    compare.run_all([done, half, new], tmp_path, 1)
+    assert started == {"1": True, "2": False}
+
+
+def test_a_run_that_fails_names_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=1))
+    with pytest.raises(SystemExit, match="GRPO ended with status 1; see .*log"):
+        compare.run_all([job("GRPO")], tmp_path, 1)
+
+
+def test_every_combination_of_flags_is_a_configuration(tmp_path, monkeypatch):
+    from config import parse
+    from losses import ALGORITHMS
+
+    monkeypatch.setattr(compare, "best_rates", lambda root: dict.fromkeys(compare.RUNS, "6e-4"))
+    for find, _ in compare.PARTS.values():
+        for j in find(tmp_path):
+            parse([*compare.COMMON, *j.flags.split()]).resolved(ALGORITHMS)
+
+
+def test_a_report_writes_table_and_figure(tmp_path):
+    jobs = [job(label, seed) for label in ("GRPO", "JustRL II") for seed in range(2)]
+    for j in jobs:
+        write_run(tmp_path, j, [0.1] * 5)
+    compare.report([*jobs, job("GRPO", 7)], tmp_path, "main", "GRPO")  # one run is missing
+    assert (tmp_path / "main.png").stat().st_size > 1000
+    assert "| JustRL II | 1e-3 | 2 | 0.100 |" in (tmp_path / "main.md").read_text()
