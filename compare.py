@@ -221,7 +221,7 @@ def band(curves: np.ndarray) -> list[list[float]]:
     return [x.tolist() for x in (curves.mean(0), low, high)]
 
 
-def summarise(runs: list[dict], reference: str) -> list[dict]:
+def summarise(runs: list[dict], reference: str | None) -> list[dict]:
     """One row per variant, label and rate: accuracy over tokens, its paired difference to
     `reference` over the seeds that both have, and the cost.
     """
@@ -246,7 +246,7 @@ def summarise(runs: list[dict], reference: str) -> list[dict]:
     return table
 
 
-def as_text(table: list[dict], reference: str) -> str:
+def as_text(table: list[dict], reference: str | None) -> str:
     """The table in Markdown; `mean` is over tokens."""
     heads = f"labels|algorithm|lr|seeds|mean|end|mean against {reference}, 95 % band|seconds"
     heads = [*heads.split("|"), "critic's share", "explained variance", "end AUC"]
@@ -292,20 +292,21 @@ def draw(table: list[dict], path: Path, reference: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def report(jobs: list[Job], root: Path, name: str, reference: str) -> None:
-    """NAME.json, NAME.md and NAME.png from those of `jobs` that are complete."""
+def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> None:
+    """NAME.json, NAME.md and, with a reference, NAME.png from the `jobs` that are complete."""
     done = [job for job in jobs if is_complete(job.folder(root))]
     print(f"\n{name}: {len(done)} of {len(jobs)} runs are complete")
     if done:
         table = summarise([read_run(job, root) for job in done], reference)
         (root / f"{name}.json").write_text(json.dumps(table, indent=1))
         (root / f"{name}.md").write_text(text := as_text(table, reference))
-        draw(table, root / f"{name}.png", reference)
+        if reference:
+            draw(table, root / f"{name}.png", reference)
         print(text)
 
 
-PARTS = {
-    "grid": (grid_jobs, "GRPO"),
+PARTS = {  # the runs of each, and what they are compared with
+    "grid": (grid_jobs, None),  # its rates have no pairs
     "main": (main_jobs, "GRPO"),
     "ablations": (ablation_jobs, "JustRL II"),
     "muon": (muon_jobs, "GRPO"),

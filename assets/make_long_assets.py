@@ -1,4 +1,4 @@
-"""Make the long task and its base model: `python assets/make_long_assets.py` (5 minutes).
+"""Make the long task and its base model: `python assets/make_long_assets.py` (3 minutes).
 
 A countdown. A problem is a start digit, a first step and a last step; step i permutes the digits 0
 to 4 in a way of its own; the response gives the value after every step, each with a mark, three
