@@ -28,6 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 from config import ROOT
+from rundir import read_rows
+from scores import resamples
 
 # 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
 COMMON = f"""--model {ROOT}/assets/tiny-long-base --eval-data {ROOT}/assets/long-eval.jsonl
@@ -89,7 +91,7 @@ def write_noisy(path: Path) -> None:
 def read_metrics(folder: Path) -> list[dict]:
     """Rows of a run, [] before its first."""
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return list(read_rows(file)) if file.exists() else []
 
 
 def read_config(folder: Path) -> dict:
@@ -216,8 +218,8 @@ def accuracy_at(run: dict, budgets: np.ndarray) -> np.ndarray:
 
 def band(curves: np.ndarray) -> list[list[float]]:
     """Mean over seeds and its 95 % band by bootstrap over seeds: (S, X) -> three times (X,)."""
-    draws = np.random.default_rng(0).integers(len(curves), size=(10_000, len(curves)))
-    low, high = np.quantile(curves[draws].mean(1), (0.025, 0.975), axis=0)
+    means = curves[resamples(len(curves), seed=0).numpy()].mean(1)
+    low, high = np.quantile(means, (0.025, 0.975), axis=0)
     return [x.tolist() for x in (curves.mean(0), low, high)]
 
 
