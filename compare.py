@@ -57,7 +57,7 @@ ABLATIONS = {
 RATES = ("3e-4", "6e-4", "1.2e-3")
 GRID_SEED, SEEDS, ABLATION_SEEDS = 100, range(5), range(3)
 NOISE = 0.15  # share of wrong labels in the noisy training problems
-CRITIC_KEYS = "explained_variance", "end_auc"
+CRITIC_KEYS = "explained_variance_within", "mid_auc", "end_auc"
 
 
 class Job(NamedTuple):
@@ -200,8 +200,9 @@ def read_run(job: Job, root: Path) -> dict:
     seconds = lambda *keys: sum(row.get(f"perf/{key}_s", 0.0) for row in rows for key in keys)
     run = job._asdict() | {"tokens": tokens, "curve": curve, "seconds": seconds("step")}
     run["critic_seconds"] = seconds("score_critic", "update_critic")
-    for key in CRITIC_KEYS:
-        known = [row[f"critic/{key}"] for row in rows if row.get(f"critic/{key}") is not None]
+    for key in CRITIC_KEYS:  # over the second half of the run
+        values = [row.get(f"critic/{key}") for row in rows[len(rows) // 2 :]]
+        known = [value for value in values if value is not None]
         run |= {key: mean(known)} if known else {}
     return run
 
@@ -251,7 +252,7 @@ def summarise(runs: list[dict], reference: str | None) -> list[dict]:
 def as_text(table: list[dict], reference: str | None) -> str:
     """The table in Markdown; `mean` is over tokens."""
     heads = f"labels|algorithm|lr|seeds|mean|end|mean against {reference}, 95 % band|seconds"
-    heads = [*heads.split("|"), "critic's share", "explained variance", "end AUC"]
+    heads = [*heads.split("|"), "critic's share", "EV within groups", "mid AUC", "end AUC"]
     lines = [heads, ["---"] * len(heads)]
     for row in table:
         change = [x for (x,) in row.get("area_difference", [])]
