@@ -7,11 +7,12 @@ tokens a step:
     prompt    4 17: 14:
     response  <think> 17:0. 16:3. 15:4? 14:2?</think>\\boxed{2}
 
-Chains have 4 to 44 steps and one wrong step spoils the answer. The base model learns working with
-slips: one in seven of the pairs (step, digit) gives another digit than the right one at a rate
-between 0.2 and 0.8, and the slip is carried on. A policy has to learn each of these pairs by
-itself: there is no rule behind them, and sharpening the base model's distribution mends half of
-them and ruins the other half.
+Chains have 4 to 44 steps. A wrong step spoils the answer, unless a later slip mends it, which
+happens to every fifth wrong chain of the base model. That model has learned working with slips: one
+in seven of the pairs (step, digit) gives another digit than the right one at a rate between 0.2 and
+0.8, and the slip is carried on. A policy has to learn each of these pairs by itself: there is no
+rule behind them, and sharpening the base model's distribution mends half of them and ruins the
+other half.
 
 The mark is `.` up to the first slip and `?` from there on: the base model notices its own mistakes,
 but goes on. So a critic has something to see, as it has in a real chain of thought; for the answer
