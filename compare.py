@@ -4,6 +4,7 @@
     python compare.py main          each at its best rate, five other seeds, clean and noisy labels
     python compare.py ablations     JustRL II with one change at a time
     python compare.py groups        GRPO and JustRL II with two responses to a problem
+    python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
     python compare.py report        tables and figures from the runs that are there
 
@@ -37,29 +38,35 @@ COMMON = f"""--model {ROOT}/assets/tiny-long-base --eval-data {ROOT}/assets/long
     --steps 24 --prompts-per-step 16 --group-size 8 --max-refills 0 --max-response-tokens 128
     --slots 128 --eval-every 6 --eval-samples 4 --save-every 0 --log-samples 0""".split()
 CRITIC = "--num-critic-only-steps 4 --critic-lr 2e-3 --critic-updates-per-step 4"
+GRPO, JUSTRL2 = "--algorithm grpo", f"--algorithm justrl2 {CRITIC}"
 ALGORITHMS = {
-    "GRPO": "--algorithm grpo",
+    "GRPO": GRPO,
     "PPO, λ = 0.95": f"--algorithm ppo {CRITIC}",
     "PPO, λ = 1": f"--algorithm ppo --gae-lambda 1 {CRITIC}",
-    "JustRL II": f"--algorithm justrl2 {CRITIC}",
+    "JustRL II": JUSTRL2,
 }
-MUON = {"GRPO, Muon": "--algorithm grpo --optimizer muon"}
-RUNS = ALGORITHMS | MUON  # tuned on the same grid
+MUON = {"GRPO, Muon": f"{GRPO} --optimizer muon"}
+TUNED = ALGORITHMS | MUON
+ABLATIONS = {
+    "JustRL II": JUSTRL2,
+    "JustRL II, k = 0.02": f"{JUSTRL2} --gae-lambda-k 0.02",
+    "JustRL II, k = 1": f"{JUSTRL2} --gae-lambda-k 1",
+    "JustRL II, no warm-up": f"{JUSTRL2} --num-critic-only-steps 0",
+    "JustRL II, warm-up 10": f"{JUSTRL2} --num-critic-only-steps 10",
+    "JustRL II, one critic pass": f"{JUSTRL2} --critic-updates-per-step 1",
+    "JustRL II, critic lr 5e-4": f"{JUSTRL2} --critic-lr 5e-4",
+    "JustRL II, bias init 0": f"{JUSTRL2} --critic-value-bias-init 0",
+    "JustRL II, no whitening": f"{JUSTRL2} --no-whiten-advantages",
+    "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
+}
 PAIRS = "--prompts-per-step 64 --group-size 2"
 GROUPS_OF_TWO = {
-    "GRPO, groups of 2": f"{ALGORITHMS['GRPO']} {PAIRS}",
-    "JustRL II, groups of 2": f"{ALGORITHMS['JustRL II']} {PAIRS}",
+    "GRPO, groups of 2": f"{GRPO} {PAIRS}",
+    "JustRL II, groups of 2": f"{JUSTRL2} {PAIRS}",
 }
-ABLATIONS = {
-    "k = 0.02": "--gae-lambda-k 0.02",
-    "k = 1": "--gae-lambda-k 1",
-    "no warm-up": "--num-critic-only-steps 0",
-    "warm-up 10": "--num-critic-only-steps 10",
-    "one critic pass": "--critic-updates-per-step 1",
-    "critic lr 5e-4": "--critic-lr 5e-4",
-    "bias init 0": "--critic-value-bias-init 0",
-    "no whitening": "--no-whiten-advantages",
-    "group centred": "--algorithm justrl2_group",
+CONTROLS = {"GRPO": GRPO} | {
+    f"GRPO, reward {kind}": f"{GRPO} --reward {kind}"
+    for kind in ("random", "majority", "format_only")
 }
 RATES = ("3e-4", "6e-4", "1.2e-3")
 MUON_RATES = ("3e-4", "6e-4", "1.2e-3", "2.4e-3", "4.8e-3")  # its best was at the edge of RATES
@@ -144,7 +151,7 @@ def grid_jobs(root: Path) -> list[Job]:
     """Every algorithm at every rate, with a seed that is not used again."""
     return [
         Job(label, "clean", rate, GRID_SEED, flags)
-        for label, flags in RUNS.items()
+        for label, flags in TUNED.items()
         for rate in (MUON_RATES if label in MUON else RATES)
     ]
 
@@ -172,34 +179,13 @@ def main_jobs(root: Path) -> list[Job]:
     ]
 
 
-def ablation_jobs(root: Path) -> list[Job]:
-    """JustRL II at its best rate with one change, on the first seeds of the comparison."""
-    rate = best_rates(root)["JustRL II"]
-    changes = {"JustRL II": "", **ABLATIONS}.items()
-    return [
-        Job(label, "clean", rate, seed, f"{ALGORITHMS['JustRL II']} {change}")
-        for seed in FEW_SEEDS
-        for label, change in changes
-    ]
-
-
-def group_jobs(root: Path) -> list[Job]:
-    """Two responses to each of 64 problems instead of eight to 16, at the rates for eight."""
+def few_jobs(root: Path, rows: dict[str, str]) -> list[Job]:
+    """Rows on the first seeds of the comparison, at the best rate of the algorithm they vary."""
     rates = best_rates(root)
     return [
-        Job(label, "clean", rates[label.split(",")[0]], seed, flags)
+        Job(label, "clean", rates.get(label) or rates[label.split(",")[0]], seed, flags)
         for seed in FEW_SEEDS
-        for label, flags in GROUPS_OF_TWO.items()
-    ]
-
-
-def muon_jobs(root: Path) -> list[Job]:
-    """GRPO with AdamW and with Muon, each at its best rate."""
-    rates = best_rates(root)
-    return [
-        Job(label, "clean", rates[label], seed, RUNS[label])
-        for seed in FEW_SEEDS
-        for label in ("GRPO", *MUON)
+        for label, flags in rows.items()
     ]
 
 
@@ -331,9 +317,10 @@ def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> Non
 PARTS = {  # the runs of each, and what they are compared with
     "grid": (grid_jobs, None),  # its rates have no pairs
     "main": (main_jobs, "GRPO"),
-    "ablations": (ablation_jobs, "JustRL II"),
-    "groups": (group_jobs, "GRPO, groups of 2"),
-    "muon": (muon_jobs, "GRPO"),
+    "ablations": (lambda root: few_jobs(root, ABLATIONS), "JustRL II"),
+    "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO), "GRPO, groups of 2"),
+    "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
+    "muon": (lambda root: few_jobs(root, {"GRPO": GRPO} | MUON), "GRPO"),
 }
 
 
