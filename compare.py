@@ -2,6 +2,7 @@
 
     python compare.py grid          the same learning rates for every algorithm, one seed
     python compare.py main          each at its best rate, five other seeds, clean and noisy labels
+    python compare.py longer        GRPO and JustRL II with two thirds more tokens
     python compare.py ablations     JustRL II with one change at a time
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,9 @@ ABLATIONS = {
     "JustRL II, bias init 0": f"{JUSTRL2} --critic-value-bias-init 0",
     "JustRL II, no whitening": f"{JUSTRL2} --no-whiten-advantages",
     "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
+}
+LONGER = {
+    f"{label}, 40 steps": f"{ALGORITHMS[label]} --steps 40" for label in ("GRPO", "JustRL II")
 }
 PAIRS = "--prompts-per-step 64 --group-size 2"
 GROUPS_OF_TWO = {
@@ -179,12 +183,12 @@ def main_jobs(root: Path) -> list[Job]:
     ]
 
 
-def few_jobs(root: Path, rows: dict[str, str]) -> list[Job]:
-    """Rows on the first seeds of the comparison, at the best rate of the algorithm they vary."""
+def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS) -> list[Job]:
+    """Rows on some seeds of the comparison, at the best rate of the algorithm they vary."""
     rates = best_rates(root)
     return [
         Job(label, "clean", rates.get(label) or rates[label.split(",")[0]], seed, flags)
-        for seed in FEW_SEEDS
+        for seed in seeds
         for label, flags in rows.items()
     ]
 
@@ -214,8 +218,11 @@ def read_run(job: Job, root: Path) -> dict:
 
 
 def common_budgets(runs: list[dict]) -> np.ndarray:
-    """101 token budgets from 0 to what the run with the fewest tokens has."""
-    return np.linspace(0, min(run["tokens"] for run in runs), 101)
+    """101 token budgets from 0 to the median of the runs' tokens.
+
+    A run with fewer keeps its last accuracy: one whose responses collapsed must not cut all short.
+    """
+    return np.linspace(0, median_low(run["tokens"] for run in runs), 101)
 
 
 def accuracy_at(run: dict, budgets: np.ndarray) -> np.ndarray:
@@ -248,6 +255,7 @@ def summarise(runs: list[dict], reference: str | None) -> list[dict]:
             base = np.stack([curves[key[0], reference, mine[i]["seed"]] for i in paired])
             change = accuracy[paired] - base
             row |= {"difference": band(change), "area_difference": band(change.mean(1)[:, None])}
+            row |= {"end_difference": band(change[:, -1:])}
         for name in ("tokens", "seconds", "critic_seconds", *CRITIC_KEYS):
             values = [r[name] for r in mine if name in r]
             row |= {name: mean(values)} if values else {}
@@ -257,16 +265,20 @@ def summarise(runs: list[dict], reference: str | None) -> list[dict]:
 
 def as_text(table: list[dict], reference: str | None) -> str:
     """The table in Markdown; `mean` is over tokens."""
-    heads = f"labels|algorithm|lr|seeds|mean|end|mean against {reference}, 95 % band|seconds"
+    against = f"mean against {reference}|end against {reference}" if reference else "|"
+    heads = f"labels|algorithm|lr|seeds|mean|end|{against}|seconds"
     heads = [*heads.split("|"), "critic's share", "EV within groups", "mid AUC", "end AUC"]
     lines = [heads, ["---"] * len(heads)]
     for row in table:
-        change = [x for (x,) in row.get("area_difference", [])]
+        changes = [row.get(f"{name}_difference", []) for name in ("area", "end")]
         lines.append(
             [
                 *(row["variant"], row["label"], row["rate"], str(row["seeds"])),
                 *(f"{row['area']:.3f}", f"{row['end']:.3f}"),
-                "{:+.3f} ({:+.3f} to {:+.3f})".format(*change) if change else "",
+                *(
+                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*(x for (x,) in c)) if c else ""
+                    for c in changes
+                ),
                 *(f"{row['seconds']:.0f}", f"{row['critic_seconds'] / row['seconds']:.0%}"),
                 *(f"{row[key]:.2f}" if key in row else "" for key in CRITIC_KEYS),
             ]
@@ -317,6 +329,7 @@ def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> Non
 PARTS = {  # the runs of each, and what they are compared with
     "grid": (grid_jobs, None),  # its rates have no pairs
     "main": (main_jobs, "GRPO"),
+    "longer": (lambda root: few_jobs(root, LONGER, SEEDS), "GRPO, 40 steps"),
     "ablations": (lambda root: few_jobs(root, ABLATIONS), "JustRL II"),
     "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO), "GRPO, groups of 2"),
     "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
