@@ -24,6 +24,8 @@ from torch import Tensor
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
 import distributed
+import rewards
+import sandbox
 import verify
 from books import append, is_repetitive, sample_row
 from config import CHOICES, ROOT, ConfigError
@@ -39,7 +41,7 @@ from data import (
 )
 from model import Transformer, limit_threads, local_folder
 from rewards import Verifier
-from rollout import Sampler, evaluate, sample_groups
+from rollout import Sampler, Truncation, evaluate, sample_groups
 from scores import (
     LEVEL,
     RESAMPLES,
@@ -86,6 +88,9 @@ class Options:
     # Sampling
     max_response_tokens: int = _f(128, "response budget, stop token included")
     temperature: float = _f(1.0, "sampling temperature; 0: greedy")
+    top_p: float = _f(1.0, "draw from the likeliest tokens of this total probability")
+    top_k: int = _f(0, "draw from that many likeliest tokens; 0: all")
+    min_p: float = _f(0.0, "draw tokens at least this likely, relative to the likeliest")
     think: str = _f("auto", "thinking tags: auto, require (no </think>, no answer) or none")
     force_budget: bool = _f(False, "close a thought that the budget cuts off, ask for the answer")
     answer_tokens: int = _f(32, "budget of the answer after a forced end")
@@ -110,9 +115,18 @@ class Options:
                 raise ConfigError(f"--{name} must be one of {', '.join(CHOICES[name])}.")
         if self.temperature < 0:
             raise ConfigError("--temperature must not be negative.")
+        if self.top_p > 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
+            raise ConfigError(
+                "--top-p must be above 0 and at most 1, --top-k not negative, --min-p in [0, 1]."
+            )
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be drawn."""
+        return Truncation(self.top_p, self.top_k, self.min_p)
 
 
-POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens nproc slots
+POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens top_p nproc slots
     max_tokens_per_micro_batch verifier_workers verifier_timeout_s""".split()
 
 
@@ -168,27 +182,27 @@ def check_same_problems(subjects: Sequence[Subject]) -> None:
 
 
 def score_problem(
-    group: Sequence[Rollout], options: Options, think: str, grader: verify.Verifier,
+    group: Sequence[Rollout], options: Options, grader: verify.Verifier, vote: bool = True,
     finals: Sequence[float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of `per_problem`: scores by name, and what they come from. finals: the critic's V of
-    each response.
+    """A row of `per_problem`: scores by name, and what they come from. vote: with maj@k. finals:
+    the critic's V of each response.
     """
-    n, rewards = len(group), [r.reward for r in group]
-    answer = lambda r: verify.extract(r.text, think).answer if r.reason in VOTES else None
-    answers = [answer(r) for r in group]
+    n, kind, mean = len(group), group[0].problem.verifier, lambda xs: sum(xs) / len(group)
+    has_answer = lambda r: kind in rewards.ANSWERS and r.reason in VOTES
+    answers = [r.answer if has_answer(r) else None for r in group]
     # In the grader's workers, not here: a comparison of two answers can hang like any other.
-    equal = lambda a, b: grader.submit(f"\\boxed{{{a}}}", b, "none").result().correct
+    equal = lambda a, b: grader.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct
     classes = answer_classes(answers, equal)
-    votes, verdicts = [len(c) for c in classes], [rewards[c[0]] > 0.5 for c in classes]
-    right = round(sum(rewards))
-    scores = {f"avg@{n}": right / n}
+    votes, verdicts = [len(c) for c in classes], [group[c[0]].correct == 1 for c in classes]
+    right = sum(r.correct == 1 for r in group)
+    scores = {f"avg@{n}": mean([r.correct for r in group])}
     for k in subset_sizes(n):
         scores[f"pass@{k}"] = pass_at_k(n, right, k)
-        scores[f"maj@{k}"] = maj_at_k(n, votes, verdicts, k)
+        if vote:
+            scores[f"maj@{k}"] = maj_at_k(n, votes, verdicts, k)
         if finals is not None:
-            scores[f"best@{k}"] = best_at_k(finals, rewards, k)
-    mean = lambda xs: sum(xs) / n
+            scores[f"best@{k}"] = best_at_k(finals, [r.correct for r in group], k)
     scores["truncated"] = mean([r.finish_reason == "length" for r in group])
     if options.force_budget:
         scores["forced"] = mean([len(r.response_ids) > options.max_response_tokens for r in group])
@@ -250,8 +264,9 @@ def force_answers(
             r.finish_reason = "abort"
     budget = options.max_response_tokens + len(closing) + options.answer_tokens
     sample_groups(
-        sampler, grader, mine, max_new_tokens=budget, temperature=options.temperature, think=think
-    )
+        sampler, grader, mine, max_new_tokens=budget, temperature=options.temperature, think=think,
+        truncation=options.truncation,
+    )  # fmt: skip
     return sorted(distributed.gather(mine), key=lambda group: group[0].group)
 
 
@@ -302,6 +317,7 @@ def sample_set(
     groups = evaluate(
         sampler, grader, problems, samples=options.n, max_new_tokens=options.max_response_tokens,
         temperature=options.temperature, think=think, seed=options.seed,
+        truncation=options.truncation,
     )  # fmt: skip
     if options.force_budget:
         groups = force_answers(sampler, grader, groups, options, think)
@@ -327,8 +343,9 @@ def evaluate_subject(
             about = {"model": subject.path, "set": data}
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
             append(Path(options.save_responses), rows)
+        vote = all(p.verifier in rewards.ANSWERS for p in problems)
         rows = [
-            score_problem(group, options, think, grader, finals and finals[i])
+            score_problem(group, options, grader, vote, finals and finals[i])
             for i, group in enumerate(groups)
         ]
         picks, names = resamples(len(rows), options.seed), rows[0]["scores"]
@@ -382,7 +399,8 @@ def settings(options: Options) -> dict[str, Any]:
     places = "model data compare output save_responses device nproc slots".split()
     how = {name: value for name, value in asdict(options).items() if name not in places}
     bands = {"level": LEVEL, "resamples": RESAMPLES, "over": "problems", "seed": options.seed}
-    return how | {"verifier": verify.version(), "bands": bands}
+    sources = rewards.__file__, sandbox.__file__
+    return how | {"verifier": verify.version(*sources), "bands": bands}
 
 
 def save(options: Options, report: dict) -> None:
@@ -399,6 +417,8 @@ def print_result(path: str, data: str, s: dict, result: dict) -> None:
         f"{result['responses']} responses{dropped}"
     )
     print_table(s | {"think": result["think"]}, result["scores"])
+    if "maj@1" not in result["scores"]:
+        print("no maj@k: some of these problems are of a kind that has no answer to vote for.")
     if result["scores"]["truncated"]["value"] > 0.5:
         print("WARNING: most responses were cut off; raise --max-response-tokens.")
 
@@ -406,8 +426,11 @@ def print_result(path: str, data: str, s: dict, result: dict) -> None:
 def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
     """Settings, then scores with their bands: one row per k, then the others."""
     forced = f" + {s['answer_tokens']} forced" if s["force_budget"] else ""
+    drawn = asdict(Truncation())
+    drawn = "".join(f", {name} {s[name]:g}" for name, whole in drawn.items() if s[name] != whole)
     print(
-        f"n {s['n']}, temperature {s['temperature']:g}, {s['max_response_tokens']} tokens{forced}, "
+        f"n {s['n']}, temperature {s['temperature']:g}{drawn}, "
+        f"{s['max_response_tokens']} tokens{forced}, "
         f"think {s['think']}, {s['dtype']}, seed {s['seed']}, verifier {s['verifier']}; "
         f"[{LEVEL:.0%} bands over problems, {RESAMPLES} resamples]"
     )

@@ -302,6 +302,7 @@ VERIFIERS = {
     "instruction": instruction,
     "code": program,
 }
+ANSWERS = ("math", "choice")  # kinds whose verdict holds an answer that another can equal
 
 
 def require(condition, sentence):

@@ -443,10 +443,12 @@ class Verifier:
 
 
 @functools.cache
-def version():
-    """Twelve hex digits that change with the sources of the verifier: a label for every number."""
+def version(*more):
+    """Twelve hex digits that change with the sources of the verifier, and with the files `more`: a
+    label for every number.
+    """
     digest = hashlib.sha256()
-    for source in (__file__, latex.__file__, algebra.__file__):
+    for source in (__file__, latex.__file__, algebra.__file__, *more):
         with open(source, "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()[:12]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import rewards
 import train
 import verify
 from critic import Critic
@@ -20,6 +21,7 @@ from scores import resamples
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets/tiny-base"
+SOURCES = "verify", "latex", "algebra", "rewards", "sandbox"
 PROBLEMS = [json.loads(line) for line in open(ROOT / "assets/eval.jsonl")]
 
 
@@ -41,7 +43,7 @@ def sets(report, role="model"):
 
 @pytest.fixture(scope="module")
 def grader():
-    with verify.Verifier(num_workers=1) as grader:
+    with rewards.Verifier(num_workers=1) as grader:
         yield grader
 
 
@@ -82,15 +84,15 @@ def test_the_settings_and_the_verifiers_version_are_in_the_report_and_above_the_
     report, tmp_path, capsys
 ):
     settings = report[0][0]["settings"]
-    sources = b"".join((ROOT / f"{n}.py").read_bytes() for n in ("verify", "latex", "algebra"))
+    sources = b"".join((ROOT / f"{n}.py").read_bytes() for n in (SOURCES))
     assert settings["verifier"] == hashlib.sha256(sources).hexdigest()[:12]
     wanted = dict(n=5, temperature=1.0, max_response_tokens=128, seed=0, dtype="float32")
     assert {key: settings[key] for key in wanted} == wanted
     assert settings["bands"] == {"level": 0.95, "resamples": 2000, "over": "problems", "seed": 0}
     file = write(tmp_path / "a.jsonl", PROBLEMS[:2])
-    run(tmp_path, "--data", file, "--n", 2, "--temperature", 0.5, "--seed", 7)
+    run(tmp_path, "--data", file, "--n", 2, "--temperature", 0.5, "--seed", 7, "--top-p", 0.9)
     table = capsys.readouterr().out
-    words = "2 problems x 2 = 4 responses", "temperature 0.5", "128 tokens", "seed 7", "avg@2"
+    words = "2 problems x 2 = 4 responses", "temperature 0.5, top_p 0.9, 128", "seed 7", "avg@2"
     assert all(word in table for word in [*words, settings["verifier"]])
 
 
@@ -115,8 +117,8 @@ def scored(grader, *texts, label="1/2"):
     problem = Problem("p", 0, "", [1], label)
     group = [Rollout(problem, 0, j, 0, [2], text=text) for j, text in enumerate(texts)]
     for r in group:
-        r.reward, r.reason, _ = verify.verify(r.text, label)
-    return score_problem(group, Options(), "auto", grader)
+        r.correct, r.reason, r.answer = verify.verify(r.text, label)
+    return score_problem(group, Options(), grader)
 
 
 def test_answers_are_grouped_by_value_and_only_answers_vote(grader):
@@ -132,6 +134,64 @@ def test_classes_do_not_grow_by_their_later_members(grader):
     # 50% is read as 1/2 or as 50, which are not equal: it must not join them.
     row = scored(grader, *(f"\\boxed{{{x}}}" for x in ("0.5", "50\\%", "50", "1/2")))
     assert row["answers"] == {"0.5": 3, "50": 1}
+
+
+def test_answers_of_another_kind_are_compared_by_its_own_rule(tmp_path):
+    text = "\\boxed{A} \\boxed{(a)}"
+    file = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": PROBLEMS[0]["prompt"], "label": "A", "verifier": "choice"}] * 2,
+    )
+    report, _ = run(tmp_path, "--data", file, "--n", 2)
+    assert "maj@2" in sets(report)[file]["scores"]
+    problem = Problem("p", 0, "", [1], "A", "choice")
+    with rewards.Verifier(1) as grader:
+        group = [
+            Rollout(problem, 0, j, 0, [2], text=text, correct=float(right), reason=reason, answer=a)
+            for j, (a, right, reason) in enumerate(
+                [("B", 0, "wrong"), ("(a)", 1, "ok"), ("A", 1, "ok"), ("b.", 0, "wrong")]
+            )
+        ]
+        row = score_problem(group, Options(), grader)
+    assert row["answers"] == {"B": 2, "(a)": 2} and row["scores"]["maj@4"] == 0.5
+
+
+def test_part_scores_count_in_avg_and_only_whole_ones_are_right(grader):
+    problem = Problem("p", 0, "", [1], "{}", "instruction")
+    scores = [(1.0, "ok"), (0.75, "unmet"), (0.5, "unmet"), (0.0, "empty")]
+    group = [
+        Rollout(problem, 0, j, 0, [2], correct=score, reason=reason)
+        for j, (score, reason) in enumerate(scores)
+    ]
+    row = score_problem(group, Options(), grader, vote=False, finals=[0.1, 0.9, 0.2, 0.3])
+    assert row["right"] == 1 and row["scores"]["avg@4"] == 2.25 / 4
+    assert row["scores"]["pass@1"] == 0.25 and row["scores"]["best@4"] == 0.75
+    assert "maj@4" not in row["scores"] and row["answers"] == {}
+
+
+def test_kinds_without_an_answer_have_no_majority(tmp_path, capsys):
+    rows = [
+        PROBLEMS[0],
+        {"prompt": "Say it.", "label": {"words": [1, 999]}, "verifier": "instruction"},
+    ]
+    file = write(tmp_path / "a.jsonl", rows)
+    report, _ = run(tmp_path, "--data", file, "--n", 2, "--compare", TINY)
+    assert not any(name.startswith("maj") for name in sets(report)[file]["scores"])
+    assert "no maj@k" in capsys.readouterr().out
+
+
+# ---- truncated sampling
+
+
+def test_truncation_flags_reach_every_draw(tmp_path):
+    file = write(tmp_path / "a.jsonl", PROBLEMS[:3])
+    flags = "--data", file, "--n", 2, "--max-response-tokens", 24, "--force-budget"
+    responses = lambda *more: [r["response_ids"] for r in run(tmp_path, *flags, *more)[1]]
+    greedy, whole = responses("--temperature", 0), responses()
+    assert whole != greedy
+    for flag, value in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
+        assert responses(flag, value) == greedy
+    assert run(tmp_path, *flags, "--top-k", 5)[0]["settings"]["top_k"] == 5
 
 
 # ---- budget forcing
@@ -319,6 +379,10 @@ def test_a_run_a_checkpoint_and_a_policy_are_all_models(changed_model, tmp_path)
     [
         ("--n 0", ["--n", "above 0"]),
         ("--temperature -1", ["--temperature", "negative"]),
+        ("--top-p 0", ["--top-p", "above 0"]),
+        ("--top-p 1.5", ["--top-p", "at most 1"]),
+        ("--top-k -1", ["--top-k", "negative"]),
+        ("--min-p 2", ["--min-p", "[0, 1]"]),
         ("--think maybe", ["--think", "require"]),
         ("--nn 3", ["--nn", "--help"]),
         ("--data nowhere.jsonl", ["nowhere.jsonl", "does not exist"]),
