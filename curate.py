@@ -47,11 +47,13 @@ from data import (
     render_prompt,
     stop_ids,
     think_mode,
+    with_suffix,
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
 from rollout import Grader, Sampler, evaluate
-from verify import Verifier, clean, equal, extract, label_kind
+from scores import ANSWERED, answer_classes
+from verify import Verifier, clean, equal, label_kind
 
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
 
@@ -72,6 +74,7 @@ class CurateConfig:
     output: str = _f("", "JSONL file to write, for train.py --data")
     prompt_key: str = _f("", "column of the prompt; empty: prompt, problem, question, ...")
     label_key: str = _f("", "column of the right answer; empty: label, answer, ground_truth, ...")
+    prompt_suffix: str = _f("", "line behind every prompt, as in train.py; not written out")
 
     # 1 verifiable
     decontaminate: list[str] = _f([], "evaluation files whose problems must not be in the output")
@@ -151,6 +154,7 @@ class Drop(NamedTuple):
 REASONS = {
     "no_prompt": "the prompt is missing, empty, or neither text nor chat messages",
     "long_prompt": "the prompt is longer than --max-prompt-tokens",
+    "other_kind": "the field `verifier` names another kind than math, which no stage can judge",
     "empty_label": "the label is missing or empty",
     "proof": "a proof is asked for, or the label points to one",
     "multiple_choice": "options are listed, or the label is the letter of one",
@@ -208,7 +212,8 @@ class Rows:
         what other rows are dropped changes no sample.
         """
         try:
-            prompt = render_prompt(tokenizer, self.prompt(i))
+            prompt = with_suffix(self.prompt(i), self.config.prompt_suffix)
+            prompt = render_prompt(tokenizer, prompt)
         except TemplateError as error:
             sentence = f"{self.where[i]}: the chat template refuses the prompt: {error}."
             raise ValueError(sentence) from error
@@ -223,7 +228,7 @@ class Rows:
 
 # What the stored results depend on, beside the model, which the name of the stage holds. The other
 # fields are rules, which a later run may change.
-SAMPLED = """prompt_key label_key audit_samples audit_temperature samples temperature
+SAMPLED = """prompt_key label_key prompt_suffix audit_samples audit_temperature samples temperature
     max_response_tokens think seed dtype""".split()
 
 
@@ -347,6 +352,9 @@ def find_unverifiable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
         if not is_prompt(data.prompt(i)) or not prompt_text(data.prompt(i)).strip():
             dropped[i] = Drop("no_prompt")
             continue
+        if (kind := flatten(data.rows[i]).get("verifier") or "math") != "math":
+            dropped[i] = Drop("other_kind", kind)
+            continue
         length = len(data.problem(i, tokenizer).prompt_ids)
         if length > config.max_prompt_tokens:
             dropped[i] = Drop("long_prompt", f"{length} tokens")
@@ -414,8 +422,6 @@ def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
 # ---- sampling
 
 
-# In these cases one value was read; no box, two answers or a time-out is no vote.
-ANSWERED = ("ok", "wrong", "parse")
 # Answer, how many responses gave it, 1 if it equals the label; the most frequent answer first.
 Votes = list[list]
 
@@ -435,21 +441,14 @@ def same_answer(grader: Grader, a: str, b: str) -> bool:
     return grader.submit(f"\\boxed{{{a}}}", b, "none").result().correct
 
 
-def count_votes(group: Sequence[Rollout], think: str, grader: Grader) -> Votes:
+def count_votes(group: Sequence[Rollout], grader: Grader) -> Votes:
     """Graded responses to one problem by answer, equal answers together."""
-    votes: Votes = []
-    for r in group:
-        if r.reason not in ANSWERED:
-            continue
-        answer, right = extract(r.text, think).answer, int(r.reward)
-        for vote in votes:
-            # Right answers equal the label, and so each other.
-            if vote[2] == right and (right or same_answer(grader, answer, vote[0])):
-                vote[1] += 1
-                break
-        else:
-            votes.append([answer, 1, right])
-    return sorted(votes, key=lambda vote: -vote[1])
+    answers = [r.answer if r.reason in ANSWERED else None for r in group]
+    right = {r.answer: int(r.correct) for r in group if r.reason in ANSWERED}
+    # Right answers equal the label, and so each other.
+    equal = lambda a, b: right[a] == right[b] and (right[a] or same_answer(grader, a, b))
+    classes = sorted(answer_classes(answers, equal), key=len, reverse=True)
+    return [[answers[c[0]], len(c), right[answers[c[0]]]] for c in classes]
 
 
 class Solver(NamedTuple):
@@ -482,7 +481,7 @@ def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
             think=think,
             seed=solver.seed,
         )
-        votes = [count_votes(group, think, run.grader) for group in groups]
+        votes = [count_votes(group, run.grader) for group in groups]
         run.state.add(stage, dict(zip(chunk, votes, strict=True)))
     return {i: done[i] for i in rows}
 

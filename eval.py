@@ -43,6 +43,7 @@ from model import Transformer, limit_threads, local_folder
 from rewards import Verifier
 from rollout import Sampler, Truncation, evaluate, sample_groups
 from scores import (
+    ANSWERED,
     LEVEL,
     RESAMPLES,
     answer_classes,
@@ -55,7 +56,6 @@ from scores import (
 )
 
 KINDS = ("pass", "maj", "best")  # scores over k
-VOTES = ("ok", "wrong", "parse")  # verdicts on an answer; under any other there is none to count
 # Ends a thought and opens the box: whatever follows is an answer. Needs no word of any language.
 CLOSING = "\n</think>\n\\boxed{"
 
@@ -189,7 +189,7 @@ def score_problem(
     the critic's V of each response.
     """
     n, kind, mean = len(group), group[0].problem.verifier, lambda xs: sum(xs) / len(group)
-    has_answer = lambda r: kind in rewards.ANSWERS and r.reason in VOTES
+    has_answer = lambda r: kind in rewards.ANSWERS and r.reason in ANSWERED
     answers = [r.answer if has_answer(r) else None for r in group]
     # In the grader's workers, not here: a comparison of two answers can hang like any other.
     equal = lambda a, b: grader.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct

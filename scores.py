@@ -13,6 +13,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+# Verdicts on one readable answer; under any other (no box, two answers, a time-out) there is none.
+ANSWERED = ("ok", "wrong", "parse")
 RESAMPLES, LEVEL = 2000, 0.95  # of the bootstrap
 
 

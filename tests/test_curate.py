@@ -256,21 +256,43 @@ def test_a_label_falls_only_to_one_voice(by_model, verdict):
 
 
 def test_votes_group_answers_by_value_and_leave_out_what_gives_none():
-    said = lambda text, reason, reward=0.0: SimpleNamespace(text=text, reason=reason, reward=reward)
+    said = lambda answer, reason, correct=0.0: SimpleNamespace(
+        answer=answer, reason=reason, correct=correct
+    )
     group = [
-        said("\\boxed{0.5}", "ok", 1.0),
-        said("\\boxed{2}", "wrong"),
-        said("\\boxed{\\frac{4}{2}}", "wrong"),
-        said("\\boxed{\\frac12}", "ok", 1.0),
-        said("\\boxed{2.0}", "wrong"),
-        said("\\boxed{3}", "wrong"),
-        said("none", "no_box"),
-        said("\\boxed{1} \\boxed{2}", "hedge"),
+        said("0.5", "ok", 1.0),
+        said("2", "wrong"),
+        said("\\frac{4}{2}", "wrong"),
+        said("\\frac12", "ok", 1.0),
+        said("2.0", "wrong"),
+        said("3", "wrong"),
+        said(None, "no_box"),
+        said("0.5", "hedge"),
     ]
     with Verifier(1) as grader:
-        votes = curate.count_votes(group, "auto", grader)
+        votes = curate.count_votes(group, grader)
     assert votes == [["2", 3, 0], ["0.5", 2, 1], ["3", 1, 0]]
     assert curate.share_right(votes, len(group)) == 0.25
+
+
+def test_models_see_the_suffix_and_the_output_does_not(tmp_path):
+    rows = [{"prompt": "What is 2+3?", "label": "5"}]
+    settings = config(tmp_path, rows, prompt_suffix="Box it.", **NO_SAMPLING)
+    tokenizer = curate.load_tokenizer(settings.model)
+    seen = curate.Rows(settings).problem(0, tokenizer).prompt
+    assert "What is 2+3?\nBox it." in seen
+    curate.curate(settings, CPU)
+    assert read(tmp_path / "kept.jsonl") == rows
+    with pytest.raises(ConfigError, match="other prompt_suffix"):
+        curate.curate(config(tmp_path, prompt_suffix="", data=settings.data, **NO_SAMPLING), CPU)
+
+
+def test_other_kinds_are_left_out_under_their_own_reason(tmp_path):
+    rows = [{"prompt": "What is 2+3?", "label": "5", "verifier": "math"}]
+    rows += [{"prompt": "Which letter?", "label": "C", "verifier": "choice"}]
+    rows += [{"prompt": "Write.", "label": {"words": [1, 9]}, "verifier": "instruction"}]
+    kept, dropped, _ = run(tmp_path, rows, **NO_SAMPLING)
+    assert kept == [0] and dropped == {1: "other_kind", 2: "other_kind"}
 
 
 # ---- stage 3: difficulty
