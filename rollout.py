@@ -80,7 +80,7 @@ class Truncation:
             least = logprobs.topk(min(self.top_k, logprobs.shape[1])).values[:, -1:]
             logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
         if self.top_p < 1:
-            p, order = logprobs.softmax(-1).sort(descending=True)
+            p, order = logprobs.softmax(-1).sort(descending=True, stable=True)
             beyond = p.cumsum(-1) - p >= self.top_p  # likelier tokens have that mass already
             logprobs = logprobs.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
         if self.min_p:
@@ -240,6 +240,7 @@ class Sampler:
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
         per_token *= self.model.model.compute_dtype.itemsize
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the trainer has left in torch's own pool is free too
             return int(0.8 * torch.cuda.mem_get_info(self.device)[0]) // per_token
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return memory // 4 // distributed.world_size() // per_token

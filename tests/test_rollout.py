@@ -12,8 +12,9 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 
 import rollout
 from data import DataOrder, Problem, Rollout, pack
-from model import Transformer, packed_attention
+from model import Transformer, head_size, packed_attention
 from rollout import Sampler, Truncation, collect, draw, has_signal, mix, response_key, uniforms
+from scheduler import Batch
 from train import forward_policy
 from verify import Verdict
 
@@ -111,6 +112,9 @@ def test_truncation_keeps_the_tokens_that_transformers_keeps(truncation, warper)
 def test_truncations_apply_one_after_another():
     kept = Truncation(top_p=0.8, top_k=3, min_p=0.5)(LOGITS.log_softmax(-1)).isfinite()
     assert kept.tolist() == [[True, False, False, False, False, False]]
+    # Of equally likely tokens the lower ids stay, whatever the batch: no sort may shuffle them.
+    equal = Truncation(top_p=0.5)(torch.zeros(3, 1000).log_softmax(-1)).isfinite()
+    assert equal[:, :499].all() and not equal[:, 501:].any()
     everything = Truncation()(LOGITS.log_softmax(-1))
     assert torch.equal(everything, LOGITS.log_softmax(-1))
 
@@ -175,11 +179,92 @@ def test_tokens_are_those_of_the_plain_loop(model, plain, slots, tokens, chunk, 
     assert (sampler.counts["preempted"] > 0) == (0 < tokens and slots > 1)
 
 
+def check_books(batch):
+    """Every page has as many users as rows and prompts hold it, and a row writes to its own."""
+    cache = batch.cache
+    held = Counter(p for t in [*(r.pages for r in batch.rows), *batch.prompts.values()] for p in t)
+    assert cache.users == [held[p] for p in range(len(cache.users))]
+    assert sorted(cache.free) == [p for p, users in enumerate(cache.users) if not users]
+    assert len(cache.users) <= cache.max_pages
+    for row in batch.rows:
+        assert all(cache.users[p] == 1 for p in row.pages[row.shared :])
+        assert row.shared <= row.stored // cache.page < len(row.pages)
+    assert +batch.waiting == Counter(id(r.problem) for r in batch.queue)
+
+
+def random_history(model, rng, answers):
+    """Run random prompts, some begun elsewhere, through a random sampler that is stopped at random
+    places; returns the rollouts and the times one was preempted. answers: memory of `plain_loop`.
+    """
+    page, budget = rng.choice([1, 2, 3, 4, 8]), rng.choice([1, 2, 16])
+    lengths = [1, 1, 2, page, page + 1, 2 * page, 2 * page + 1, 17]
+    problems = [
+        Problem("", p, "", [rng.randrange(64) for _ in range(rng.choice(lengths))], "")
+        for p in range(3)
+    ]
+    longest = max(len(p.prompt_ids) for p in problems) + budget
+    room = rng.choice([0, longest, longest + page, longest + rng.randrange(3 * longest)])
+    slots, chunk = rng.choice([1, 3, 5, 30]), rng.choice([1, 3, 8192])
+    sampler = Sampler(
+        model, [2, 3], slots, kv_cache_tokens=room, prefill_chunk_tokens=chunk, page=page
+    )
+    sampler.check_every = rng.choice([1, 2, 5, 8])
+    rollouts = [
+        Rollout(p, p.index, j, response_key(0, 0, p.index, j)) for p in problems for j in range(5)
+    ]
+    rng.shuffle(rollouts)
+    for r in rollouts:
+        ids, logprobs = plain_loop(model, r.problem.prompt_ids, r.key, budget, 1.0, [2, 3])
+        answers[id(r)] = ids, logprobs
+        begun = rng.choice([0, 0, rng.randrange(len(ids))])
+        r.response_ids, r.rollout_logprobs = ids[:begun], logprobs[:begun]
+    decode, steps = sampler._decode, iter(())
+
+    def interruptible(*args):
+        sampler.interrupted = next(steps, None) == 0
+        return decode(*args)
+
+    sampler._decode = interruptible
+    while not all(r.finished for r in rollouts):
+        steps = iter(range(rng.randint(1, 20), -1, -1))
+        sampler.interrupted = False
+        sampler.run(rollouts, budget, 1.0, on_finish=lambda r: rng.random() < 0.1)
+    return rollouts, sampler.counts["preempted"]
+
+
+@torch.no_grad()
+def test_no_history_of_stops_and_preemptions_changes_a_token_or_loses_a_page(model, monkeypatch):
+    monkeypatch.setattr(
+        Batch, "view", lambda batch, view=Batch.view: (view(batch), check_books(batch))[0]
+    )
+    preempted = 0
+    for seed in range(12):
+        answers = {}
+        rollouts, times = random_history(model, random.Random(seed), answers)
+        preempted += times
+        for r in rollouts:
+            ids, logprobs = answers[id(r)]
+            assert r.response_ids == ids, seed
+            assert r.rollout_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert preempted > 10
+
+
 def test_a_response_larger_than_the_cache_is_refused(model):
     sampler = Sampler(model, [2], kv_cache_tokens=30)
     with pytest.raises(ValueError, match="31 tokens together do not fit in a KV cache of 30"):
         sampler.generate([[5] * 11], max_new_tokens=20)
     assert sampler.generate([[5] * 11], max_new_tokens=19)[0].finished
+
+
+def test_memory_that_training_has_left_in_the_pool_of_torch_counts_as_free(model, monkeypatch):
+    # From the second step on the sampler saw next to no free memory and refused to start.
+    sampler, free = Sampler(model, [2]), [10_000]
+    sampler.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(10_000_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 0))
+    config = model.config
+    token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+    assert sampler._affordable_tokens() == 8_000_000 // token
 
 
 def test_memory_is_bounded_and_a_prompt_is_computed_and_held_once(model, monkeypatch):
