@@ -686,12 +686,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             config.dtype = "bfloat16" if device.type == "cuda" else "float32"
         if not curate(config, device)["written"]:
             raise ValueError("no problem is left; the report above says why")
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("stopped; the same command goes on from here.") from None
-    finally:
         distributed.shutdown()
+    except (ValueError, OSError, ImportError) as error:
+        distributed.leave(f"error: {error}")
+    except KeyboardInterrupt:
+        distributed.leave("stopped; the same command goes on from here.")
 
 
 if __name__ == "__main__":
