@@ -50,7 +50,8 @@ def numbers(words: Sequence[str]) -> list[str]:
 def near(
     texts: Sequence[Sequence[str]], n: int, threshold: float, common: int
 ) -> Iterator[list[int]]:
-    """For each text (tokens) in turn, the earlier ones that nearly equal it, nearest first.
+    """For each text (tokens) in turn, the earlier ones that nearly equal it, nearest first, of
+    equally near ones the earliest.
 
     Nearly equal: the same numbers, and at least `threshold` of the n-grams of the shorter text are
     in the longer one. An n-gram of `common` texts or more counts nowhere. So no list of the
@@ -66,7 +67,7 @@ def near(
         least = lambda j, own=own: threshold * min(len(own), len(grams[j]))
         yield [
             j
-            for j, count in shared.most_common()
+            for j, count in sorted(shared.items(), key=lambda item: (-item[1], item[0]))
             if count >= least(j) and signatures[i] == signatures[j]
         ]
         for g in own:
