@@ -88,6 +88,9 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     free = memory - Plan(moments, memory).total("rollout")
     moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
     shared["other"] += step_scalars(config, bool(critic))
+    if config.async_steps:  # the next rollout runs while this step trains
+        at_once = max(sampling["layer at work"], sampling["head at work"])
+        shared["rollout beside it"] = moments["rollout"]["KV cache"] + at_once
     for name in reversed(sizes):  # the critic first, as in a step
         work = training_parts(model, config, e, layer, is_policy=name == "policy")
         moments[f"{name} backward"] = states(sizes, config, name) | work | shared
@@ -255,8 +258,9 @@ def gpu_memory(config: Config) -> float:
 
 def next_change(config: Config, moment: str) -> dict:
     """The cheapest change not yet made that lowers the need at this moment; empty: none is left."""
-    if moment == "rollout" and config.kv_cache_tokens > longest(config):
-        return {"kv_cache_tokens": max(longest(config), config.kv_cache_tokens // 2)}
+    cached = config.kv_cache_tokens or config.async_steps * config.slots * longest(config)
+    if (moment == "rollout" or config.async_steps) and cached > longest(config):
+        return {"kv_cache_tokens": max(longest(config), cached // 2)}
     if moment.endswith("backward"):
         if micro_batch_tokens(config) > longest(config):
             return {"max_tokens_per_micro_batch": longest(config)}

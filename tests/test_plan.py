@@ -310,3 +310,27 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
                 train.train_step(run, state)
     ours = plan.make_plan(plan.read_shape(str(small_model)), config, GB)
     assert live.peak == pytest.approx(ours.total(ours.peak) - plan.CUDA_CONTEXT, rel=0.15)
+
+
+def test_beside_an_update_the_rollout_counts_in_every_moment():
+    flags = "--kv-cache-tokens=100000", "--is-mode=icepop"
+    alone, beside = (
+        plan.make_plan(
+            QWEN2_5_0_5B,
+            recipe("justrl2-qwen2.5-0.5b-gsm8k-1gpu", *flags, f"--async-steps={steps}"),
+            24 * GB,
+        )
+        for steps in (0, 1)
+    )
+    cache = alone.moments["rollout"]["KV cache"]
+    assert cache > 1 * GB and beside.total("rollout") == alone.total("rollout")
+    for moment in list(alone.moments)[1:]:
+        assert beside.total(moment) - alone.total(moment) >= cache
+
+
+def test_an_unbounded_cache_beside_an_update_is_refused_with_a_bound_that_fits():
+    config = recipe(
+        "justrl2-qwen2.5-0.5b-gsm8k-1gpu", "--is-mode=icepop", "--async-steps=1", "--slots=2000"
+    )
+    assert not plan.make_plan(QWEN2_5_0_5B, config, 32 * GB).fits
+    assert "--kv-cache-tokens" in plan.advice(QWEN2_5_0_5B, config, 32 * GB)
