@@ -136,23 +136,12 @@ def test_classes_do_not_grow_by_their_later_members(grader):
     assert row["answers"] == {"0.5": 3, "50": 1}
 
 
-def test_answers_of_another_kind_are_compared_by_its_own_rule(tmp_path):
-    text = "\\boxed{A} \\boxed{(a)}"
-    file = write(
-        tmp_path / "a.jsonl",
-        [{"prompt": PROBLEMS[0]["prompt"], "label": "A", "verifier": "choice"}] * 2,
-    )
-    report, _ = run(tmp_path, "--data", file, "--n", 2)
-    assert "maj@2" in sets(report)[file]["scores"]
+def test_answers_of_another_kind_are_compared_by_its_own_rule(grader):
     problem = Problem("p", 0, "", [1], "A", "choice")
-    with rewards.Verifier(1) as grader:
-        group = [
-            Rollout(problem, 0, j, 0, [2], text=text, correct=float(right), reason=reason, answer=a)
-            for j, (a, right, reason) in enumerate(
-                [("B", 0, "wrong"), ("(a)", 1, "ok"), ("A", 1, "ok"), ("b.", 0, "wrong")]
-            )
-        ]
-        row = score_problem(group, Options(), grader)
+    group = [Rollout(problem, 0, j, 0, [2]) for j in range(4)]
+    for r, answer in zip(group, ("B", "(a)", "A", "b."), strict=True):
+        r.correct, r.reason, r.answer = rewards.choice(f"\\boxed{{{answer}}}", "A")
+    row = score_problem(group, Options(), grader)
     assert row["answers"] == {"B": 2, "(a)": 2} and row["scores"]["maj@4"] == 0.5
 
 
