@@ -464,13 +464,18 @@ def collect(
     dynamic sampling a group is kept if its raw rewards differ. Groups that finish first are kept
     first; those still running when enough are kept are aborted, and returned in `unfinished` for
     the next step if `partial_rollout` is set. A group of the buffer with a token that is more than
-    `max_staleness` weight versions old starts anew.
+    `max_staleness` weight versions old, or with no room left in the budget, starts anew.
     """
     wanted = config.prompts_per_step
     oldest = -math.inf  # weight version a resumed token may have
     if config.max_staleness is not None:
         oldest = sampler.weight_version - config.max_staleness
-    stale = lambda group: any(min(r.weight_versions, default=oldest) < oldest for r in group)
+    stale = lambda group: any(
+        min(r.weight_versions, default=oldest) < oldest
+        # The run may have been resumed with a smaller budget.
+        or len(r.response_ids) + (not r.finished) > config.max_response_tokens
+        for r in group
+    )
     start = lambda problem, number: new_group(
         problem, number, seed=config.seed, step=step, size=config.group_size
     )

@@ -546,6 +546,18 @@ def test_stale_groups_of_the_buffer_start_anew(model, age, fresh):
         assert all(r.response_ids[: len(old)] == old for r, old in zip(again, ids, strict=True))
 
 
+def test_groups_of_the_buffer_longer_than_a_smaller_budget_start_anew(model):
+    options = dict(dynamic_sampling=False, partial_rollout=True, prompts_per_step=2)
+    first = run_collect(model, LengthGrader(), over_sampling=2.0, **options)
+    longest = max(len(r.response_ids) for group in first.unfinished for r in group)
+    second = run_collect(
+        model, LengthGrader(), first.unfinished, 1, max_response_tokens=longest, **options
+    )
+    assert second.counts["regenerated"] >= 1
+    lengths = [len(r.response_ids) for group in second.finished for r in group]
+    assert max(lengths) <= longest
+
+
 def test_counts_of_the_samplers_work_are_those_of_the_step(model):
     counts = run_collect(model, LengthGrader(), dynamic_sampling=False).counts
     sampled = 4 * 4  # groups x members
