@@ -284,8 +284,13 @@ def forget_after(file: Path, step: int) -> None:
     """Cut a JSONL file back to rows up to `step`, which a resumed run goes on from; a line that a
     kill tore is cut too. In one system call, so that the next kill cannot harm it.
     """
-    if distributed.rank() > 0 or not file.exists():
-        return
+    if distributed.rank() == 0 and file.exists():
+        os.truncate(file, size_up_to(file, step))
+    distributed.barrier()  # other ranks read it too, and must see what rank 0 sees
+
+
+def size_up_to(file: Path, step: int) -> int:
+    """Bytes of the whole lines up to `step`; ValueError for a damaged one among them."""
     size = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -297,7 +302,7 @@ def forget_after(file: Path, step: int) -> None:
                     f"{file}, line {number} is damaged ({error}); remove it."
                 ) from error
             size += len(line)
-    os.truncate(file, size)
+    return size
 
 
 def open_reporter(

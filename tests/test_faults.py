@@ -173,6 +173,22 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
     assert re.search(r"error: rank [01] ended with status 1, and the others", result.stderr)
 
 
+def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):
+    """Else one rank could fail at the torn line, or skip an evaluation that the other begins."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "cut o')
+    body = (
+        "import books, pathlib\n"
+        "cut = os.truncate\n"
+        "os.truncate = lambda *args: (time.sleep(1), cut(*args))\n"
+        f"file = pathlib.Path({str(file)!r})\n"
+        "books.forget_after(file, 0)\n"
+        "print('rank', rank, 'holds', books.holds_rows(file), flush=True)\n"
+    )
+    result, _ = launch(tmp_path, body)
+    assert "rank 0 holds False" in result.stdout and "rank 1 holds False" in result.stdout
+
+
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_within_a_minute(tmp_path):
     process, ranks = begin(tmp_path / "r")
