@@ -161,13 +161,14 @@ def version_lag(groups: Sequence[Sequence[Rollout]], version: int) -> float:
 
 
 def score_metrics(
-    batch: Batch, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
+    batch: Batch, mask: Tensor, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Of the policy before its update: entropy, worst gap to the sampler, advantages as trained."""
-    mask = batch.response_mask
+    """Of the policy before its update: entropy over all kept tokens; over the trained ones, `mask`:
+    worst gap to the sampler, advantages as trained.
+    """
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
-        "policy/entropy": float(entropy[mask].mean()),
+        "policy/entropy": float(entropy[batch.response_mask].mean()),
         "policy/mismatch_max": float(gap.abs().max()),
         "policy/advantage_mean": float(advantages[mask].mean()),
         "policy/advantage_std": float(advantages[mask].std()),

@@ -120,7 +120,7 @@ def save(folder: Path, state: State, keep: int) -> None:
     Raises OSError on every rank if it cannot be written; older checkpoints stay as they are.
     """
     final = folder / "checkpoints" / f"step_{state.step:06d}"
-    if final.exists():
+    if distributed.any_rank(final.exists()):  # on a network one rank may see it later than another
         return
     scratch, failure = final.with_name("tmp_" + final.name), None
     # Every rank takes part in gathering each part, whatever became of the writing on rank 0.

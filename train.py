@@ -35,6 +35,7 @@ from typing import IO
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 import books
 import checkpoint
@@ -100,7 +101,6 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     """Check everything that can be wrong before anything is sampled, then build or resume models
     and optimizers.
     """
-    row = losses.ALGORITHMS[config.algorithm]
     start = local_folder(config.model)
     tokenizer = load_tokenizer(start)
     read = lambda path: load_problems(
@@ -126,17 +126,38 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     folder = open_run_directory(config)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
+    state = begin(config, device, start, tokenizer, problems, saved)
+    grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    report = books.open_reporter(folder, config, state.step)
+    write_config(folder, config)
+    row = losses.ALGORITHMS[config.algorithm]
+    return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
 
+
+def begin(
+    config: Config,
+    device: torch.device,
+    start: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    saved: Path | None,
+) -> State:
+    """Models, optimizers, sampler and position of a run, from the model directory `start` or the
+    checkpoint `saved`.
+    """
     compute_dtype = DTYPES[config.dtype]
     policy = Transformer.from_pretrained(
         saved / "policy" if saved else start, torch.float32, compute_dtype
     )
     limit_threads(policy, device)
     policy = prepare(policy, device, config)
-    whole = Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
-    for model in (policy, whole):
-        model.set_head_dtype(DTYPES[config.head_dtype])
-        model.restrict_vocabulary(vocabulary_size(tokenizer))
+    frozen = lambda: Transformer.from_pretrained(start, compute_dtype).requires_grad_(False)
+    whole = frozen().to(device)
+    reference = spare_memory(frozen().to(device), config) if config.kl_coef else None
+    for model in (policy, whole, reference):
+        if model is not None:
+            model.set_head_dtype(DTYPES[config.head_dtype])
+            model.restrict_vocabulary(vocabulary_size(tokenizer))
     sampler = rollout.Sampler(
         whole,
         stop_ids(start, tokenizer),
@@ -150,8 +171,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         make_optimizers(policy, config.lr, config),
         sampler,
         DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
+        reference=reference,
     )
-    if row.critic:
+    if losses.ALGORITHMS[config.algorithm].critic:
         from critic import Critic
 
         if saved:
@@ -160,29 +182,32 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
         state.critic = prepare(critic, device, config)
         state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
-    if config.kl_coef:
-        state.reference = (
-            Transformer.from_pretrained(start, compute_dtype).to(device).requires_grad_(False)
-        )
-        state.reference.restrict_vocabulary(vocabulary_size(tokenizer))
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
+        in_hand = [len(r.response_ids) for g in state.buffer for r in g if not r.finished]
+        if max(in_hand, default=0) >= config.max_response_tokens:
+            raise ConfigError(
+                f"--max-response-tokens {config.max_response_tokens} is no room for an unfinished "
+                f"response of {max(in_hand)} tokens in the checkpoint; give at least one more."
+            )
     distributed.copy_weights(state.policy, whole)
     for model, optimizers in trained(state):
         leave(model, optimizers, config)
-    grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
-    report = books.open_reporter(folder, config, state.step)
-    write_config(folder, config)
-    return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
+    return state
 
 
 def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> torch.nn.Module:
     """Move to the device, shard over ranks, switch on recomputation."""
-    model.to(device)
+    spare_memory(model.to(device), config)
+    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
+    return model
+
+
+def spare_memory(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """Switch on what keeps the activations of long sequences small."""
     model.model.gradient_checkpointing = config.activation_checkpointing
     for layer in model.model.layers:
         layer.mlp_chunk_tokens = config.mlp_chunk_tokens
-    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
     return model
 
 
@@ -399,7 +424,9 @@ def learn(
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"), at_work(run, policy):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-            metrics |= books.score_metrics(batch, old_logprobs, entropy, advantages)
+            metrics |= books.score_metrics(
+                batch, loss_mask(batch, config), old_logprobs, entropy, advantages
+            )
     tokens = {"values": values, "advantages": advantages}
     books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
     return metrics

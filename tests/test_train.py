@@ -721,6 +721,37 @@ def test_a_kl_term_and_an_entropy_bonus_change_the_gradient(
     assert abs(kl[1]["policy/kl"]) < 1e-6 < kl[2]["policy/kl"]  # the reference is the start policy
 
 
+def test_the_reference_computes_as_the_policy_does(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch
+):
+    """With a head of another dtype the KL of a policy that has not moved would be above 0."""
+    update, seen = train.update, []
+
+    def spy(run_, state, part, batch, rows, given, *rest):
+        seen.append(given)
+        layers = [*state.policy.model.layers, *state.reference.model.layers]
+        assert all(layer.mlp_chunk_tokens == 8 for layer in layers)
+        return update(run_, state, part, batch, rows, given, *rest)
+
+    monkeypatch.setattr(train, "update", spy)
+    flags = "--steps 1 --algorithm grpo --kl-coef 1 --dtype bfloat16 --head-dtype float32 "
+    flags += "--mlp-chunk-tokens 8"
+    # The head of a checkpoint in bfloat16, as most are.
+    policy = train.Transformer.from_pretrained(random_tiny_model)
+    model = shutil.copytree(random_tiny_model, tmp_path / "model")
+    policy.to(torch.bfloat16).save_pretrained(model)
+    run(tmp_path / "r", *flags.split(), model=model)
+    assert torch.equal(seen[0]["ref_logprobs"], seen[0]["old_logprobs"])
+
+
+def test_advantage_metrics_are_of_the_trained_tokens(random_tiny_model, tmp_path, mixed_rewards):
+    flags = "--steps 1 --algorithm reinforce_pp --overlong-filter --max-response-tokens 48"
+    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    assert 0 < rows[1]["rollout/truncated_share"] < 1
+    assert rows[1]["policy/advantage_mean"] == pytest.approx(0, abs=1e-5)
+    assert rows[1]["policy/advantage_std"] == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", train.losses.ALGORITHMS)
 def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
