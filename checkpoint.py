@@ -17,6 +17,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -113,9 +114,11 @@ def _copied(value):
 # ---- writing
 
 
-def save(folder: Path, state: State, keep: int) -> None:
+def save(
+    folder: Path, state: State, keep: int, at_work: Callable = lambda *_: nullcontext()
+) -> None:
     """Write checkpoints/step_N of the run in `folder`, then drop all but the newest `keep` (0: drop
-    none).
+    none). What --offload keeps away is fetched within at_work(model, optimizers).
 
     Raises OSError on every rank if it cannot be written; older checkpoints stay as they are.
     """
@@ -124,7 +127,7 @@ def save(folder: Path, state: State, keep: int) -> None:
         return
     scratch, failure = final.with_name("tmp_" + final.name), None
     # Every rank takes part in gathering each part, whatever became of the writing on rank 0.
-    for write in chain(parts(state), [publish]):
+    for write in chain(parts(state, at_work), [publish]):
         if distributed.rank() == 0 and failure is None:
             try:
                 write(scratch)
@@ -140,24 +143,26 @@ def save(folder: Path, state: State, keep: int) -> None:
             remove(old)
 
 
-def parts(state: State) -> Iterator[Callable[[Path], None]]:
-    """Gather the parts of a checkpoint over the ranks, one at a time; each as the function that
-    writes it into a directory.
+def parts(state: State, at_work: Callable) -> Iterator[Callable[[Path], None]]:
+    """Gather the parts of a checkpoint over the ranks, one model at a time; each as the function
+    that writes it into a directory.
     """
-    weights = distributed.full_state(state.policy)
+    books = position(state)
+    with at_work(state.policy, state.optimizers):
+        weights = distributed.full_state(state.policy)
+        books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizers)
 
     def policy(folder: Path) -> None:
         state.policy.save_pretrained(folder / "policy", state_dict=weights)
         state.sampler.tokenizer.save_pretrained(folder / "policy")
 
     yield policy
-    books = position(state)
-    books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizers)
     if state.critic is not None:
-        weights = distributed.full_state(state.critic)
-        yield lambda folder: state.critic.save_pretrained(folder / "critic", state_dict=weights)
-        optimizer = distributed.optimizer_state(state.critic, state.critic_optimizers)
+        with at_work(state.critic, state.critic_optimizers):
+            weights = distributed.full_state(state.critic)
+            optimizer = distributed.optimizer_state(state.critic, state.critic_optimizers)
         books["critic_optimizer"] = optimizer
+        yield lambda folder: state.critic.save_pretrained(folder / "critic", state_dict=weights)
     yield lambda folder: torch.save(books, folder / "trainer_state")
 
 

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -260,19 +261,23 @@ def leave(model: torch.nn.Module, optimizers: Optimizers, config: Config) -> Non
 
 
 @contextmanager
-def at_work(run: Run, *pairs: tuple, moments: bool = False) -> Iterator[None]:
-    """Weights of these models, and on demand their optimizers' moments, on the device within."""
-    for model, optimizers in pairs:
-        if run.config.offload == "idle":
-            model.to(run.device)
-        if run.config.offload != "none" and moments:
-            for optimizer in optimizers:
-                move_moments(optimizer, run.device)
+def at_work(
+    run: Run,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    moments: bool = False,
+) -> Iterator[None]:
+    """The model's weights, and on demand its optimizers' moments, on the device within."""
+    if run.config.offload == "idle":
+        model.to(run.device)
+    if run.config.offload != "none" and moments:
+        for optimizer in optimizers:
+            move_moments(optimizer, run.device)
     try:
         yield
     finally:
-        for model, optimizers in pairs:
-            leave(model, optimizers, run.config)
+        leave(model, optimizers, run.config)
 
 
 def open_run_directory(config: Config) -> Path:
@@ -341,7 +346,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     with sampling_ahead(run, state, clock):
         metrics = learn(run, state, collected, clock)
     if "policy/loss" in metrics:
-        with clock("refresh_sampler"), at_work(run, (state.policy, state.optimizers)):
+        with clock("refresh_sampler"), at_work(run, state.policy, state.optimizers):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -407,7 +412,7 @@ def learn(
         batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
-            with clock("score_critic"), at_work(run, critic):
+            with clock("score_critic"), at_work(run, *critic):
                 values = score_critic(state.critic, batch, config)
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
@@ -416,13 +421,13 @@ def learn(
             run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
         )
         if state.critic is not None:
-            with clock("update_critic"), at_work(run, critic):
+            with clock("update_critic"), at_work(run, *critic):
                 metrics |= update_critic(run, state, batch, values, returns)
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and loss_mask(batch, config).any():
-            with clock("score_policy"), at_work(run, policy):
+            with clock("score_policy"), at_work(run, *policy):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
-            with clock("update_policy"), at_work(run, policy):
+            with clock("update_policy"), at_work(run, *policy):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
             metrics |= books.score_metrics(
                 batch, loss_mask(batch, config), old_logprobs, entropy, advantages
@@ -956,8 +961,8 @@ def train(config: Config, device: torch.device) -> Path:
 
 def save(run: Run, state: State) -> None:
     """A checkpoint of the step at hand; gathering shards is a device's work."""
-    with at_work(run, *trained(state), moments=True):
-        checkpoint.save(run.folder, state, run.config.keep_checkpoints)
+    fetch = partial(at_work, run, moments=True)
+    checkpoint.save(run.folder, state, run.config.keep_checkpoints, fetch)
 
 
 def save_or_warn(run: Run, state: State) -> None:

@@ -39,12 +39,14 @@ def test_nothing_is_used_while_it_is_away(offload, random_tiny_model, plain, tmp
     """Moves are only noted, under a made-up host; every forward, optimizer step and checkpoint then
     checks that what it needs is here. The run is the plain run, bit for bit.
     """
-    host, away, trips = torch.device("meta"), set(), []
+    host, away, seen, trips = torch.device("meta"), set(), set(), []
     module_to, whole_state = torch.nn.Module.to, distributed.optimizer_state
 
     def note(thing, device):
         trips.append((type(thing).__name__, device.type))
         (away.add if device == host else away.discard)(id(thing))
+        if isinstance(thing, torch.optim.Optimizer):
+            seen.add(id(thing))
 
     def to(self, where, *rest):
         if not isinstance(where, torch.device):
@@ -54,6 +56,7 @@ def test_nothing_is_used_while_it_is_away(offload, random_tiny_model, plain, tmp
 
     def optimizer_state(module, optimizers):
         assert not {id(module), *map(id, optimizers)} & away
+        assert seen - away == set(map(id, optimizers))  # the plan has room for one model's
         return whole_state(module, optimizers)
 
     def here(thing, *_):
