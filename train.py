@@ -262,11 +262,7 @@ def leave(model: torch.nn.Module, optimizers: Optimizers, config: Config) -> Non
 
 @contextmanager
 def at_work(
-    run: Run,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    moments: bool = False,
+    run: Run, model: torch.nn.Module, optimizers: Optimizers, *, moments: bool = False
 ) -> Iterator[None]:
     """The model's weights, and on demand its optimizers' moments, on the device within."""
     if run.config.offload == "idle":
