@@ -297,9 +297,8 @@ NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_on
 # Optional fields that only some advantages read: setting one for another algorithm is refused.
 ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
 # What a resumed run may not change: it would be another run under the same name.
-FIXED_ON_RESUME = (
-    "algorithm model data prompt_key label_key prompt_suffix seed group_size reward".split()
-)
+FIXED_ON_RESUME = """algorithm model data prompt_key label_key prompt_suffix max_prompt_tokens think
+    seed group_size reward reward_mix""".split()
 # What a field left at None is in every row that does not say otherwise.
 COMMON = {
     "group_size": 8,

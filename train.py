@@ -185,12 +185,6 @@ def begin(
         state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
-        in_hand = [len(r.response_ids) for g in state.buffer for r in g if not r.finished]
-        if max(in_hand, default=0) >= config.max_response_tokens:
-            raise ConfigError(
-                f"--max-response-tokens {config.max_response_tokens} is no room for an unfinished "
-                f"response of {max(in_hand)} tokens in the checkpoint; give at least one more."
-            )
     distributed.copy_weights(state.policy, whole)
     for model, optimizers in trained(state):
         leave(model, optimizers, config)

@@ -183,17 +183,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_beginning(
     assert json.loads(Path(early / "config.json").read_text())["steps"] == 2
 
 
-def test_a_budget_below_a_response_in_hand_is_refused_at_a_resume(random_tiny_model, tmp_path):
-    flags = "--algorithm grpo --over-sampling 2 --partial-rollout --slots 10 --steps 2".split()
-    rows = run(tmp_path / "r", *flags, model=random_tiny_model)
-    assert rows[2]["rollout/groups_aborted"] > 0
-    again = ["--resume", "--output-dir", str(tmp_path / "r"), "--steps", "3"]
-    with pytest.raises(SystemExit, match="no room for an unfinished response of"):
-        train.main([*again, "--max-response-tokens", "2"])
-    train.main([*again, "--max-response-tokens", "32"])
-    assert sorted(metrics(tmp_path / "r")) == [1, 2, 3]
-
-
 def test_a_checkpoint_that_one_rank_sees_is_there_for_all(three, monkeypatch):
     """Or one rank would leave while the others wait in the gathering of weights."""
     state = SimpleNamespace(step=4)  # nothing in it to save
