@@ -2,7 +2,7 @@
 
     python compare.py grid          the same learning rates for every algorithm, one seed
     python compare.py main          each at its best rate, five other seeds, clean and noisy labels
-    python compare.py longer        GRPO and JustRL II with two thirds more tokens
+    python compare.py longer        the four with two thirds more tokens, clean labels
     python compare.py ablations     JustRL II with one change at a time
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
@@ -33,6 +33,7 @@ from tqdm import tqdm
 from config import ROOT
 from rundir import read_rows
 from scores import resamples
+from train import EMPTY_STEPS
 
 # 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
 COMMON = f"""--model {ROOT}/assets/tiny-long-base --eval-data {ROOT}/assets/long-eval.jsonl
@@ -60,9 +61,7 @@ ABLATIONS = {
     "JustRL II, no whitening": f"{JUSTRL2} --no-whiten-advantages",
     "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
 }
-LONGER = {
-    f"{label}, 40 steps": f"{ALGORITHMS[label]} --steps 40" for label in ("GRPO", "JustRL II")
-}
+LONGER = {f"{label}, 40 steps": f"{flags} --steps 40" for label, flags in ALGORITHMS.items()}
 PAIRS = "--prompts-per-step 64 --group-size 2"
 GROUPS_OF_TWO = {
     "GRPO, groups of 2": f"{GRPO} {PAIRS}",
@@ -119,9 +118,12 @@ def read_config(folder: Path) -> dict:
 
 
 def is_complete(folder: Path) -> bool:
-    """The last step of the run is in its metrics."""
+    """The last step of the run is in its metrics, or train.py gave up for want of a signal."""
     rows = read_metrics(folder)
-    return bool(rows) and rows[-1]["step"] == read_config(folder)["steps"]
+    if not rows:
+        return False
+    gave_up = all(row.get("rollout/groups_kept") == 0 for row in rows[-EMPTY_STEPS:])
+    return gave_up or rows[-1]["step"] == read_config(folder)["steps"]
 
 
 def execute(job: Job, root: Path) -> None:
@@ -184,10 +186,13 @@ def main_jobs(root: Path) -> list[Job]:
 
 
 def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS) -> list[Job]:
-    """Rows on some seeds of the comparison, at the best rate of the algorithm they vary."""
+    """Rows on some seeds of the comparison, at the best rate of the algorithm they vary, with whose
+    label theirs begins.
+    """
     rates = best_rates(root)
+    varied = lambda label: max((name for name in rates if label.startswith(name)), key=len)
     return [
-        Job(label, "clean", rates.get(label) or rates[label.split(",")[0]], seed, flags)
+        Job(label, "clean", rates[varied(label)], seed, flags)
         for seed in seeds
         for label, flags in rows.items()
     ]

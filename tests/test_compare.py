@@ -104,6 +104,28 @@ def test_complete_runs_are_skipped_and_others_resumed(tmp_path, monkeypatch):
     assert started == {"1": True, "2": False}
 
 
+def test_a_run_that_gave_up_for_want_of_a_signal_is_complete(tmp_path):
+    """As --reward format_only does, which pays every response alike after a few steps."""
+    gave_up = job("GRPO, reward format_only")
+    write_run(tmp_path, gave_up, [0.3] * 7, steps=6)
+    folder = gave_up.folder(tmp_path)
+    rows = (folder / "metrics.jsonl").read_text().splitlines(True)[:5]
+    empty = [row.replace('"rollout/groups_kept": 3', '"rollout/groups_kept": 0') for row in rows]
+    for kept, expected in ((rows, False), (rows[:3] + empty[3:], False), (empty, True)):
+        (folder / "metrics.jsonl").write_text("".join(kept))
+        assert compare.is_complete(folder) == expected
+
+
+def test_every_variation_has_the_rate_of_what_it_varies(tmp_path, monkeypatch):
+    rates = {name: str(i) for i, name in enumerate(compare.TUNED)}
+    monkeypatch.setattr(compare, "best_rates", lambda root: rates)
+    jobs = compare.few_jobs(tmp_path, compare.LONGER | compare.ABLATIONS | compare.CONTROLS)
+    for j in jobs:
+        assert compare.TUNED[next(n for n, r in rates.items() if r == j.rate)] in j.flags or (
+            j.label.startswith("JustRL II, group centred")
+        )
+
+
 def test_a_run_that_fails_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(compare.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit, match="GRPO ended with status 1; see .*log"):
