@@ -449,6 +449,17 @@ def new_group(problem: Problem, number: int, *, seed: int, step: int, size: int)
     return [Rollout(problem, number, j, response_key(seed, step, number, j)) for j in range(size)]
 
 
+def is_stale(group: Sequence[Rollout], oldest: float, budget: int) -> bool:
+    """A token is of a weight version before `oldest`, or a response has no room left in the budget,
+    as when a run is resumed with a smaller one.
+    """
+    return any(
+        min(r.weight_versions, default=oldest) < oldest
+        or len(r.response_ids) + (not r.finished) > budget
+        for r in group
+    )
+
+
 def collect(
     sampler: Sampler,
     grader: Grader,
@@ -470,12 +481,7 @@ def collect(
     oldest = -math.inf  # weight version a resumed token may have
     if config.max_staleness is not None:
         oldest = sampler.weight_version - config.max_staleness
-    stale = lambda group: any(
-        min(r.weight_versions, default=oldest) < oldest
-        # The run may have been resumed with a smaller budget.
-        or len(r.response_ids) + (not r.finished) > config.max_response_tokens
-        for r in group
-    )
+    stale = lambda group: is_stale(group, oldest, config.max_response_tokens)
     start = lambda problem, number: new_group(
         problem, number, seed=config.seed, step=step, size=config.group_size
     )
@@ -503,16 +509,11 @@ def collect(
         share = math.ceil(missing / ranks)
         mine = groups[rank::ranks]
         sample_groups(
-            sampler,
-            grader,
-            mine,
-            max_new_tokens=config.max_response_tokens,
-            temperature=config.temperature,
-            think=config.think,
-            reward=config.reward,
+            sampler, grader, mine, max_new_tokens=config.max_response_tokens,
+            temperature=config.temperature, think=config.think, reward=config.reward,
             enough=lambda finished, share=share: sum(map(keep, finished)) >= share,
             progress=progress,
-        )
+        )  # fmt: skip
         aborted = []
         for group in sorted(distributed.gather(mine), key=lambda group: group[0].group):
             complete = all(r.finished for r in group)
