@@ -24,6 +24,7 @@ from config import ROOT
 from data import DataOrder, Problem
 from model import Transformer
 from rollout import Sampler, collect
+from verify import Verdict
 
 SCALE, SIGMA = 64, 1.3
 CAP = 128_000 // SCALE
@@ -75,7 +76,7 @@ class Grader:
 
     def submit(self, *args):
         future = Future()
-        future.set_result(SimpleNamespace(correct=True, reason="ok"))
+        future.set_result(Verdict(True, "ok", None))
         return future
 
 
@@ -85,7 +86,7 @@ def measure(name):
     fields = dict(
         prompts_per_step=PROMPTS, group_size=GROUP, max_refills=0, dynamic_sampling=False, seed=0,
         max_response_tokens=CAP, temperature=1.0, think="auto", max_staleness=None,
-        over_sampling=1.0, partial_rollout=False,
+        over_sampling=1.0, partial_rollout=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
     problems = [Problem(str(i), i, "", [WORD] * 4, "") for i in range(1000)]

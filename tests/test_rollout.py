@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -580,3 +581,16 @@ def test_evaluation_is_the_same_every_time_and_in_order(model):
     first, second = run(4), run(64)
     assert [g[0].problem.id for g in first] == [p.id for p in PROBLEMS]
     assert [tokens(g) for g in first] == [tokens(g) for g in second]
+
+
+def test_the_benchmark_of_long_tails_drives_the_real_collection(monkeypatch):
+    """So that a change of `collect` cannot leave it behind."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import bench_tail
+
+    for name, value in {"STEPS": 2, "PROMPTS": 3, "CAP": 20, "SLOTS": 8}.items():
+        monkeypatch.setattr(bench_tail, name, value)
+    for mode in bench_tail.MODES:
+        shares = bench_tail.measure(mode)
+        parts = [shares[part] for part in ("trained", "later", "thrown away", "idle")]
+        assert sum(parts) == pytest.approx(1) and min(parts) > -1e-9 and shares["trained"] > 0
