@@ -255,9 +255,8 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimize
     """Whole state of a module's optimizers on the CPU, keyed by parameter name, so another number
     of ranks can load it.
     """
-    if not all(
-        o.state for o in optimizers
-    ):  # asking would make torch take a fake first step, and Adam count it
+    # Asked before the first step, torch would take a fake one, and Adam count it.
+    if not all(o.state for o in optimizers):
         return {}
     return get_optimizer_state_dict(
         module, optimizers, options=StateDictOptions(full_state_dict=True, cpu_offload=True)

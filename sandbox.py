@@ -1,6 +1,6 @@
 """Run programs of unknown intent: one forked process per test, behind a filter of system calls.
 
-    python -I -S sandbox.py    answers lines [code, function, argument, seconds] by [ending, output]
+    python -P -s -S sandbox.py    [code, function, argument, seconds] in, [ending, output] out
 
 This process imports what programs may import, then forks for every test. The fork gives up every
 system call that is not in ALLOWED before it compiles the first line of the program, and nothing can

@@ -63,7 +63,7 @@ from data import (
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
-from rewards import Verifier, has_format
+from rewards import ANSWERS, Verifier, has_format
 from scores import pass_at_k
 
 HOST = torch.device("cpu")  # where --offload keeps what is not at work
@@ -120,7 +120,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"{config.max_prompt_tokens} tokens"
         )
     config.think = think_mode(config.think, problems)
-    if config.reward == "majority" and {p.verifier for p in problems} - {"math", "choice"}:
+    if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
     if config.async_steps and distributed.world_size() > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
