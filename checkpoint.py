@@ -29,12 +29,10 @@ import distributed
 from data import DataOrder, Problem, Rollout
 from distributed import print0
 from model import Transformer
+from optimizer import Optimizers
 from rollout import Collected, Sampler
 
 MANIFEST = "manifest.json"
-
-
-Optimizers = Sequence[torch.optim.Optimizer]  # that share the parameters of one model
 
 
 @dataclass
@@ -57,6 +55,12 @@ class State:
     empty_steps: int = 0  # the latest steps in a row that kept no group
     start_entropy: float | None = None  # of the first policy update: what a collapse is measured by
     stop: bool = False  # set by a signal: save and leave
+
+    @property
+    def trained(self) -> list[tuple[torch.nn.Module, Optimizers]]:
+        """The models that train, each with its optimizers."""
+        pairs = [(self.policy, self.optimizers), (self.critic, self.critic_optimizers)]
+        return [pair for pair in pairs if pair[0] is not None]
 
 
 # ---- the small part

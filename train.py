@@ -44,7 +44,7 @@ import distributed
 import losses
 import plan
 import rollout
-from checkpoint import Optimizers, State
+from checkpoint import State
 from config import ROOT, Config, ConfigError, parse, reward_weights
 from data import (
     Batch,
@@ -63,10 +63,10 @@ from data import (
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
+from optimizer import at_work, leave, make_optimizers, optimizer_step
 from rewards import ANSWERS, Verifier, has_format
 from scores import pass_at_k
 
-HOST = torch.device("cpu")  # where --offload keeps what is not at work
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
@@ -186,7 +186,7 @@ def begin(
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, whole)
-    for model, optimizers in trained(state):
+    for model, optimizers in state.trained:
         leave(model, optimizers, config)
     return state
 
@@ -204,70 +204,6 @@ def spare_memory(model: torch.nn.Module, config: Config) -> torch.nn.Module:
     for layer in model.model.layers:
         layer.mlp_chunk_tokens = config.mlp_chunk_tokens
     return model
-
-
-def make_optimizers(model: torch.nn.Module, lr: float, config: Config) -> Optimizers:
-    """AdamW with float32 state; norms, biases and the value head keep away from weight decay.
-
-    With --optimizer muon, Muon takes the matrices of the layers and AdamW keeps the rest, embedding
-    and heads among it. Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as
-    large as AdamW's (Moonlight, 2502.16982) and one --lr serves both.
-    """
-    named = list(model.named_parameters())
-    is_muon = lambda name, p: config.optimizer == "muon" and ".layers." in name and p.ndim == 2
-    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name
-    rest = [(n, p) for n, p in named if not is_muon(n, p)]
-    groups = [
-        {"params": [p for n, p in rest if decayed(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in rest if not decayed(n, p)], "weight_decay": 0.0},
-    ]
-    betas = config.adam_beta1, config.adam_beta2
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
-    if config.optimizer == "adamw":
-        return [adamw]
-    matrices = [p for n, p in named if is_muon(n, p)]
-    scaling = {"adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(matrices, lr, weight_decay=config.weight_decay, **scaling), adamw]
-
-
-# ---- what --offload keeps on the host (on a CPU every move is to where it is already)
-
-
-def trained(state: State) -> list[tuple[torch.nn.Module, Optimizers]]:
-    """The models that train, each with its optimizers."""
-    pairs = [(state.policy, state.optimizers), (state.critic, state.critic_optimizers)]
-    return [pair for pair in pairs if pair[0] is not None]
-
-
-def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move AdamW's two moments, or Muon's one; a step count, a scalar, always stays on the host."""
-    for state in optimizer.state.values():
-        state |= {name: x.to(device) for name, x in state.items() if x.ndim}
-
-
-def leave(model: torch.nn.Module, optimizers: Optimizers, config: Config) -> None:
-    """Put on the host what --offload keeps there while the model does nothing."""
-    if config.offload != "none":
-        for optimizer in optimizers:
-            move_moments(optimizer, HOST)
-    if config.offload == "idle":
-        model.to(HOST)
-
-
-@contextmanager
-def at_work(
-    run: Run, model: torch.nn.Module, optimizers: Optimizers, *, moments: bool = False
-) -> Iterator[None]:
-    """The model's weights, and on demand its optimizers' moments, on the device within."""
-    if run.config.offload == "idle":
-        model.to(run.device)
-    if run.config.offload != "none" and moments:
-        for optimizer in optimizers:
-            move_moments(optimizer, run.device)
-    try:
-        yield
-    finally:
-        leave(model, optimizers, run.config)
 
 
 def open_run_directory(config: Config) -> Path:
@@ -336,7 +272,8 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     with sampling_ahead(run, state, clock):
         metrics = learn(run, state, collected, clock)
     if "policy/loss" in metrics:
-        with clock("refresh_sampler"), at_work(run, state.policy, state.optimizers):
+        policy = state.policy, state.optimizers, run.device, run.config
+        with clock("refresh_sampler"), at_work(*policy):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -397,12 +334,13 @@ def learn(
     metrics["rollout/version_lag"] = lag
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
-    policy, critic = (state.policy, state.optimizers), (state.critic, state.critic_optimizers)
+    policy = state.policy, state.optimizers, run.device, config
+    critic = state.critic, state.critic_optimizers, run.device, config
     if kept:
         batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
-            with clock("score_critic"), at_work(run, *critic):
+            with clock("score_critic"), at_work(*critic):
                 values = score_critic(state.critic, batch, config)
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
@@ -411,13 +349,13 @@ def learn(
             run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
         )
         if state.critic is not None:
-            with clock("update_critic"), at_work(run, *critic):
+            with clock("update_critic"), at_work(*critic):
                 metrics |= update_critic(run, state, batch, values, returns)
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and loss_mask(batch, config).any():
-            with clock("score_policy"), at_work(run, *policy):
+            with clock("score_policy"), at_work(*policy):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
-            with clock("update_policy"), at_work(run, *policy):
+            with clock("update_policy"), at_work(*policy):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
             metrics |= books.score_metrics(
                 batch, loss_mask(batch, config), old_logprobs, entropy, advantages
@@ -740,25 +678,6 @@ def row_weights(
     )
 
 
-def optimizer_step(
-    model: torch.nn.Module, optimizers: Optimizers, lr: float, config: Config
-) -> float:
-    """Clip, step, clear; returns the gradient norm before clipping."""
-    norm = distributed.grad_norm(model, config.max_grad_norm)
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if config.offload != "none":
-            move_moments(optimizer, optimizer.param_groups[0]["params"][0].device)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if config.offload != "none":
-            move_moments(optimizer, HOST)
-    return norm
-
-
 # ---- a loss that is not finite
 
 
@@ -951,7 +870,7 @@ def train(config: Config, device: torch.device) -> Path:
 
 def save(run: Run, state: State) -> None:
     """A checkpoint of the step at hand; gathering shards is a device's work."""
-    fetch = partial(at_work, run, moments=True)
+    fetch = partial(at_work, device=run.device, config=run.config, moments=True)
     checkpoint.save(run.folder, state, run.config.keep_checkpoints, fetch)
 
 

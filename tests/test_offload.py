@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import distributed
 import train
 from losses import ALGORITHMS
+from optimizer import leave
 
 FLAGS = "--prompts-per-step=3 --group-size=4 --max-response-tokens=16 --steps=3 --eval-data= "
 FLAGS += "--num-critic-only-steps=1 --critic-lr-warmup-steps=0"
@@ -62,9 +63,9 @@ def test_nothing_is_used_while_it_is_away(offload, random_tiny_model, plain, tmp
     def here(thing, *_):
         assert id(thing) not in away, type(thing).__name__
 
-    monkeypatch.setattr(train, "HOST", host)
+    monkeypatch.setattr("optimizer.HOST", host)
     monkeypatch.setattr(torch.nn.Module, "to", to)
-    monkeypatch.setattr(train, "move_moments", note)
+    monkeypatch.setattr("optimizer.move_moments", note)
     monkeypatch.setattr(distributed, "optimizer_state", optimizer_state)
     hooks = register_module_forward_pre_hook(here), register_optimizer_step_pre_hook(here)
     try:
@@ -86,10 +87,10 @@ def test_leaving_takes_every_weight_and_moment_along(random_tiny_model, tmp_path
     run, state = train.set_up(config, torch.device("cpu"))
     train.train_step(run, state)
     train.train_step(run, state)
-    monkeypatch.setattr(train, "HOST", torch.device("meta"))
+    monkeypatch.setattr("optimizer.HOST", torch.device("meta"))
     config.offload = "idle"
-    for model, optimizers in train.trained(state):
-        train.leave(model, optimizers, config)
+    for model, optimizers in state.trained:
+        leave(model, optimizers, config)
         assert all(p.is_meta for p in model.parameters())
         (optimizer,) = optimizers
         moments = [x for s in optimizer.state.values() for x in s.values() if x.ndim]

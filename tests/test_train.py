@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eval
 import train
 from curate import CurateConfig
+from optimizer import make_optimizers, optimizer_step
 from verify import Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -668,7 +669,7 @@ def test_norms_biases_and_the_value_head_are_not_decayed(random_tiny_model):
     from critic import Critic
 
     critic = Critic.from_policy(random_tiny_model, 0.5)
-    (optimizer,) = train.make_optimizers(critic, 1e-3, train.Config())
+    (optimizer,) = make_optimizers(critic, 1e-3, train.Config())
     names = {id(p): n for n, p in critic.named_parameters()}
     decayed, free = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
@@ -680,7 +681,7 @@ def test_norms_biases_and_the_value_head_are_not_decayed(random_tiny_model):
 def test_muon_takes_the_matrices_of_the_layers_and_nothing_else(random_tiny_model):
     policy = train.Transformer.from_pretrained(random_tiny_model)
     config = train.Config(optimizer="muon", weight_decay=0.1)
-    muon, adamw = train.make_optimizers(policy, 1e-2, config)
+    muon, adamw = make_optimizers(policy, 1e-2, config)
     names = {id(p): name for name, p in policy.named_parameters()}
     taken = {names[id(p)] for p in muon.param_groups[0]["params"]}
     layers = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
@@ -697,11 +698,11 @@ def test_a_step_of_muon_is_the_polar_factor_of_the_gradient(random_tiny_model):
     """
     policy = train.Transformer.from_pretrained(random_tiny_model)
     config = train.Config(optimizer="muon", weight_decay=0.1, max_grad_norm=1e9)
-    optimizers = train.make_optimizers(policy, 1e-2, config)
+    optimizers = make_optimizers(policy, 1e-2, config)
     weight = policy.model.layers[0].mlp.up_proj.weight
     before, gradient = weight.detach().clone(), torch.randn_like(weight)
     weight.grad = gradient.clone()
-    train.optimizer_step(policy, optimizers, 1e-2, config)
+    optimizer_step(policy, optimizers, 1e-2, config)
     update = ((1 - 1e-2 * 0.1) * before - weight.detach()) / (1e-2 * 0.2 * max(weight.shape) ** 0.5)
     u, _, v = torch.linalg.svd(gradient.double(), full_matrices=False)
     inside = u.T @ update.double() @ v.T
