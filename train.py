@@ -16,27 +16,21 @@ The scalars of a step are held whole on every rank, so statistics and denominato
 without a collective; only model forwards and backwards are shared out.
 """
 
-import errno
-import fcntl
-import json
 import math
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 import books
 import checkpoint
@@ -45,29 +39,24 @@ import losses
 import plan
 import rollout
 from checkpoint import State
-from config import ROOT, Config, ConfigError, parse, reward_weights
+from config import Config, parse, reward_weights
 from data import (
     Batch,
-    DataOrder,
     MicroBatch,
     Problem,
     Rollout,
-    load_problems,
-    load_tokenizer,
     pack,
     partition,
-    stop_ids,
-    think_mode,
     to_batch,
     vocabulary_size,
 )
 from distributed import print0
-from model import Transformer, limit_threads, local_folder
-from optimizer import at_work, leave, make_optimizers, optimizer_step
-from rewards import ANSWERS, Verifier, has_format
+from model import Transformer
+from optimizer import at_work, optimizer_step
+from rewards import has_format
 from scores import pass_at_k
+from start import Run, prepare, set_up
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
 SIGNAL_NOTE = {
@@ -78,182 +67,6 @@ OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
     "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
 ).split()
-
-
-@dataclass
-class Run:
-    """What stays the same during a run."""
-
-    config: Config
-    row: losses.Algorithm
-    device: torch.device
-    folder: Path
-    problems: list[Problem]
-    eval_problems: list[Problem]
-    grader: Verifier
-    report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
-    lock: IO | None  # held as long as the run
-
-
-# ---- set-up
-
-
-def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
-    """Check everything that can be wrong before anything is sampled, then build or resume models
-    and optimizers.
-    """
-    start = local_folder(config.model)
-    tokenizer = load_tokenizer(start)
-    read = lambda path: load_problems(
-        path,
-        tokenizer,
-        config.max_prompt_tokens,
-        config.prompt_key,
-        config.label_key,
-        config.prompt_suffix,
-    )
-    problems, dropped = read(config.data)
-    eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
-    if dropped + eval_dropped:
-        print0(
-            f"dropped {dropped} training and {eval_dropped} held-out prompts above "
-            f"{config.max_prompt_tokens} tokens"
-        )
-    config.think = think_mode(config.think, problems)
-    if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
-        raise ConfigError("--reward majority compares answers: math and choice problems have one.")
-    if config.async_steps and distributed.world_size() > 1:
-        raise ConfigError("--async-steps works in one process; start without torchrun.")
-    folder = open_run_directory(config)
-    lock = lock_directory(folder)
-    saved = checkpoint.newest(folder) if config.resume else None
-    state = begin(config, device, start, tokenizer, problems, saved)
-    grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
-    report = books.open_reporter(folder, config, state.step)
-    write_config(folder, config)
-    row = losses.ALGORITHMS[config.algorithm]
-    return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
-
-
-def begin(
-    config: Config,
-    device: torch.device,
-    start: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: Sequence[Problem],
-    saved: Path | None,
-) -> State:
-    """Models, optimizers, sampler and position of a run, from the model directory `start` or the
-    checkpoint `saved`.
-    """
-    compute_dtype = DTYPES[config.dtype]
-    policy = Transformer.from_pretrained(
-        saved / "policy" if saved else start, torch.float32, compute_dtype
-    )
-    limit_threads(policy, device)
-    policy = prepare(policy, device, config)
-    frozen = lambda: Transformer.from_pretrained(start, compute_dtype).requires_grad_(False)
-    whole = frozen().to(device)
-    reference = spare_memory(frozen().to(device), config) if config.kl_coef else None
-    for model in (policy, whole, reference):
-        if model is not None:
-            model.set_head_dtype(DTYPES[config.head_dtype])
-            model.restrict_vocabulary(vocabulary_size(tokenizer))
-    sampler = rollout.Sampler(
-        whole,
-        stop_ids(start, tokenizer),
-        config.slots,
-        tokenizer,
-        kv_cache_tokens=config.kv_cache_tokens,
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
-    )
-    state = State(
-        policy,
-        make_optimizers(policy, config.lr, config),
-        sampler,
-        DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
-        reference=reference,
-    )
-    if losses.ALGORITHMS[config.algorithm].critic:
-        from critic import Critic
-
-        if saved:
-            critic = Critic.from_pretrained(saved / "critic", compute_dtype)
-        else:
-            critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
-        state.critic = prepare(critic, device, config)
-        state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
-    if saved:
-        checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
-    distributed.copy_weights(state.policy, whole)
-    for model, optimizers in state.trained:
-        leave(model, optimizers, config)
-    return state
-
-
-def prepare(model: torch.nn.Module, device: torch.device, config: Config) -> torch.nn.Module:
-    """Move to the device, shard over ranks, switch on recomputation."""
-    spare_memory(model.to(device), config)
-    distributed.shard(model, model.model.layers, DTYPES[config.dtype])
-    return model
-
-
-def spare_memory(model: torch.nn.Module, config: Config) -> torch.nn.Module:
-    """Switch on what keeps the activations of long sequences small."""
-    model.model.gradient_checkpointing = config.activation_checkpointing
-    for layer in model.model.layers:
-        layer.mlp_chunk_tokens = config.mlp_chunk_tokens
-    return model
-
-
-def open_run_directory(config: Config) -> Path:
-    """Create the run directory, or find it again with --resume; never write into another run."""
-    name = config.output_dir or str(
-        ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
-    )
-    (folder,) = set(distributed.gather([name] if distributed.rank() == 0 else []))
-    folder = Path(folder)
-    if (folder / "config.json").exists() and not config.resume:
-        raise ConfigError(
-            f"--output-dir {folder} already holds a run; add --resume or choose another directory."
-        )
-    distributed.barrier()  # every rank has looked before one writes
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable{distributed.rank()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
-    return folder
-
-
-def lock_directory(folder: Path) -> IO | None:
-    """Keep other processes out of the run directory while the returned file is open: what a killed
-    launcher left behind may still be writing there.
-    """
-    if distributed.rank() > 0:
-        return None
-    lock = open(folder / ".lock", "w")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise ConfigError(
-                f"--output-dir {folder} is in use by another process; end it first."
-            ) from error
-        print0(f"{folder} cannot be locked ({error}): start no second run there.", file=sys.stderr)
-    return lock
-
-
-def write_config(folder: Path, config: Config) -> None:
-    """Make the directory a run: the last act of the set-up, so that a failed start leaves none
-    behind. Renamed into place, so that a kill leaves the old file or the new one.
-    """
-    if distributed.rank() == 0:
-        scratch = folder / "tmp_config.json"
-        scratch.write_text(json.dumps(asdict(config), indent=2) + "\n")
-        scratch.rename(folder / "config.json")
 
 
 # ---- one step
@@ -720,11 +533,13 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     """
     saved = torch.load(file, map_location=device, weights_only=True)
     config, part, given = Config(**saved["config"]), saved["part"], saved["given"]
-    compute_dtype = DTYPES[config.dtype if dtype == "auto" else dtype]
+    compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
     if part == "policy":
         model = Transformer.from_pretrained(file.parent / part, torch.float32, compute_dtype)
-        model.set_head_dtype(DTYPES[config.head_dtype] if dtype == "auto" else compute_dtype)
+        model.set_head_dtype(
+            getattr(torch, config.head_dtype) if dtype == "auto" else compute_dtype
+        )
         model.restrict_vocabulary(saved["vocabulary"])
     else:
         from critic import Critic

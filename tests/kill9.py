@@ -14,10 +14,12 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
+from config import ROOT
 
 FLAGS = (
     "--steps 6 --num-critic-only-steps 2 --prompts-per-step 4 --group-size 4 --slots 12 "
@@ -40,7 +42,7 @@ def start(folder: Path, data: Path) -> int:
     try:
         train.main(["--output-dir", str(folder), "--eval-data", str(data), *FLAGS, *resume])
     except BaseException as error:  # reported by its status, the traceback is in the log
-        train.traceback.print_exception(error)
+        traceback.print_exception(error)
         os._exit(1)
     os._exit(0)
 
@@ -112,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     base, chance = Path(tempfile.mkdtemp(prefix="kill9-")), random.Random(args.seed)
     data = base / "eval.jsonl"
-    lines = (train.ROOT / "assets/eval.jsonl").read_text().splitlines(True)
+    lines = (ROOT / "assets/eval.jsonl").read_text().splitlines(True)
     data.write_text("".join(lines[:8]))
     begin = time.monotonic()
     assert wait(start(base / "calm", data), 600, lambda: False)

@@ -13,7 +13,7 @@ FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slo
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr("start.Verifier", HashGrader)
     monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
 
 

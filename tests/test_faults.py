@@ -21,7 +21,7 @@ LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr("start.Verifier", HashGrader)
     monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
 
 

@@ -21,7 +21,7 @@ def start(model, folder, offload):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr("start.Verifier", HashGrader)
     monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
 
 
@@ -29,7 +29,7 @@ def quiet(monkeypatch):
 def plain(random_tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "r"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Verifier", HashGrader)
+        patch.setattr("start.Verifier", HashGrader)
         patch.setattr(train.books, "draw_figures", lambda folder: None)
         train.main(start(random_tiny_model, folder, "none"))
     return folder

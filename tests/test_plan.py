@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 import plan
 import rollout
+import start
 import train
 from config import parse
 from losses import ALGORITHMS
@@ -300,7 +301,7 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
         return rollout.Collected(groups, [], groups, Counter(rounds=1, finished=2))
 
     monkeypatch.setattr(rollout, "collect", collect)
-    for module in (rollout, train):  # the tokenizer is smaller than the model
+    for module in (rollout, start):  # the tokenizer is smaller than the model
         monkeypatch.setattr(module, "vocabulary_size", lambda tokenizer: 10**9)
     live = LiveBytes()
     with live:

@@ -700,7 +700,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
     """Opposite verdicts, the same training: neither the filter nor the reward leaks correctness."""
     flags = "--steps 2 --algorithm grpo --lr 1e-2 --reward random".split()
     for name, grader in (("a", HashGrader), ("b", Inverted)):
-        monkeypatch.setattr(train, "Verifier", grader)
+        monkeypatch.setattr("start.Verifier", grader)
         rows = train_run(tmp_path / name, *flags, model=random_tiny_model)
         assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
     assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
@@ -709,7 +709,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
 
 
 def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr("start.Verifier", HashGrader)
     flags = "--algorithm grpo --reward random --steps".split()
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
@@ -730,7 +730,7 @@ def test_evaluation_is_on_true_correctness(random_tiny_model, tmp_path, monkeypa
             future.set_result(Verdict(True, "ok", None))
             return future
 
-    monkeypatch.setattr(train, "Verifier", Always)
+    monkeypatch.setattr("start.Verifier", Always)
     evaluated = tmp_path / "eval.jsonl"
     evaluated.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
     flags = ["--steps", 1, "--algorithm", "grpo", "--reward", "random", "--eval-data", evaluated]
@@ -747,7 +747,7 @@ def test_majority_needs_answers(random_tiny_model, tmp_path):
 
 
 def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Verifier", Direct)
+    monkeypatch.setattr("start.Verifier", Direct)
     flags = "--steps 1 --algorithm grpo --max-response-tokens 128 --no-dynamic-sampling".split()
     (row,) = train_run(tmp_path / "a", *flags, "--reward", "majority").values()
     assert row["rollout/reward_mean"] > row["rollout/correct_mean"] > 0
@@ -782,7 +782,7 @@ def test_the_share_is_logged_remembered_and_said(random_tiny_model, tmp_path, mo
             future.set_result(Verdict(number % 2 == 0, ("ok", "parse")[number % 2], None))
             return future
 
-    monkeypatch.setattr(train, "Verifier", Sick)
+    monkeypatch.setattr("start.Verifier", Sick)
     rows = train_run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
     share = rows[1]["rollout/undecided_share"]
     assert share == rows[1]["rollout/verdict_parse"] > 0

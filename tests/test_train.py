@@ -51,7 +51,7 @@ class HashGrader:
 
 @pytest.fixture
 def mixed_rewards(monkeypatch):
-    monkeypatch.setattr(train, "Verifier", HashGrader)
+    monkeypatch.setattr("start.Verifier", HashGrader)
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ def test_a_verifier_that_gives_up_is_said_loudly(random_tiny_model, tmp_path, mo
             future.set_result(Verdict(False, "timeout", None))
             return future
 
-    monkeypatch.setattr(train, "Verifier", Late)
+    monkeypatch.setattr("start.Verifier", Late)
     run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
     assert "the verifier gave up on 100%" in capsys.readouterr().err
 

@@ -1,0 +1,217 @@
+"""The start of a run: all that can be wrong is checked, its directory opened and locked, models,
+optimizers and sampler built or taken from a checkpoint.
+"""
+
+import errno
+import fcntl
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+import books
+import checkpoint
+import distributed
+import losses
+from checkpoint import State
+from config import ROOT, Config, ConfigError
+from data import (
+    DataOrder,
+    Problem,
+    load_problems,
+    load_tokenizer,
+    stop_ids,
+    think_mode,
+    vocabulary_size,
+)
+from distributed import print0
+from model import Transformer, limit_threads, local_folder
+from optimizer import leave, make_optimizers
+from rewards import ANSWERS, Verifier
+from rollout import Sampler
+
+
+@dataclass
+class Run:
+    """What stays the same during a run."""
+
+    config: Config
+    row: losses.Algorithm
+    device: torch.device
+    folder: Path
+    problems: list[Problem]
+    eval_problems: list[Problem]
+    grader: Verifier
+    report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
+    lock: IO | None  # held as long as the run
+
+
+def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
+    """Check everything that can be wrong before anything is sampled, then build or resume models
+    and optimizers.
+    """
+    start = local_folder(config.model)
+    tokenizer = load_tokenizer(start)
+    read = lambda path: load_problems(
+        path,
+        tokenizer,
+        config.max_prompt_tokens,
+        config.prompt_key,
+        config.label_key,
+        config.prompt_suffix,
+    )
+    problems, dropped = read(config.data)
+    eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
+    if dropped + eval_dropped:
+        print0(
+            f"dropped {dropped} training and {eval_dropped} held-out prompts above "
+            f"{config.max_prompt_tokens} tokens"
+        )
+    config.think = think_mode(config.think, problems)
+    if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
+        raise ConfigError("--reward majority compares answers: math and choice problems have one.")
+    if config.async_steps and distributed.world_size() > 1:
+        raise ConfigError("--async-steps works in one process; start without torchrun.")
+    folder = open_run_directory(config)
+    lock = lock_directory(folder)
+    saved = checkpoint.newest(folder) if config.resume else None
+    state = begin(config, device, start, tokenizer, problems, saved)
+    grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    report = books.open_reporter(folder, config, state.step)
+    write_config(folder, config)
+    row = losses.ALGORITHMS[config.algorithm]
+    return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
+
+
+# ---- the directory
+
+
+def open_run_directory(config: Config) -> Path:
+    """Create the run directory, or find it again with --resume; never write into another run."""
+    name = config.output_dir or str(
+        ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
+    )
+    (folder,) = set(distributed.gather([name] if distributed.rank() == 0 else []))
+    folder = Path(folder)
+    if (folder / "config.json").exists() and not config.resume:
+        raise ConfigError(
+            f"--output-dir {folder} already holds a run; add --resume or choose another directory."
+        )
+    distributed.barrier()  # every rank has looked before one writes
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable{distributed.rank()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
+    return folder
+
+
+def lock_directory(folder: Path) -> IO | None:
+    """Keep other processes out of the run directory while the returned file is open: what a killed
+    launcher left behind may still be writing there.
+    """
+    if distributed.rank() > 0:
+        return None
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(
+                f"--output-dir {folder} is in use by another process; end it first."
+            ) from error
+        print0(f"{folder} cannot be locked ({error}): start no second run there.", file=sys.stderr)
+    return lock
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Make the directory a run: the last act of the set-up, so that a failed start leaves none
+    behind. Renamed into place, so that a kill leaves the old file or the new one.
+    """
+    if distributed.rank() == 0:
+        scratch = folder / "tmp_config.json"
+        scratch.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        scratch.rename(folder / "config.json")
+
+
+# ---- models, optimizers, sampler
+
+
+def begin(
+    config: Config,
+    device: torch.device,
+    start: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    saved: Path | None,
+) -> State:
+    """Models, optimizers, sampler and position of a run, from the model directory `start` or the
+    checkpoint `saved`.
+    """
+    compute_dtype = getattr(torch, config.dtype)
+    policy = Transformer.from_pretrained(
+        saved / "policy" if saved else start, torch.float32, compute_dtype
+    )
+    limit_threads(policy, device)
+    policy = prepare(policy, device, config)
+    frozen = lambda: Transformer.from_pretrained(start, compute_dtype).requires_grad_(False)
+    whole = frozen().to(device)
+    reference = spare_memory(frozen().to(device), config) if config.kl_coef else None
+    for model in (policy, whole, reference):
+        if model is not None:
+            model.set_head_dtype(getattr(torch, config.head_dtype))
+            model.restrict_vocabulary(vocabulary_size(tokenizer))
+    sampler = Sampler(
+        whole,
+        stop_ids(start, tokenizer),
+        config.slots,
+        tokenizer,
+        kv_cache_tokens=config.kv_cache_tokens,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+    )
+    state = State(
+        policy,
+        make_optimizers(policy, config.lr, config),
+        sampler,
+        DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
+        reference=reference,
+    )
+    if losses.ALGORITHMS[config.algorithm].critic:
+        from critic import Critic
+
+        if saved:
+            critic = Critic.from_pretrained(saved / "critic", compute_dtype)
+        else:
+            critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
+        state.critic = prepare(critic, device, config)
+        state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
+    if saved:
+        checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
+    distributed.copy_weights(state.policy, whole)
+    for model, optimizers in state.trained:
+        leave(model, optimizers, config)
+    return state
+
+
+def prepare(model: nn.Module, device: torch.device, config: Config) -> nn.Module:
+    """Move to the device, shard over ranks, switch on recomputation."""
+    spare_memory(model.to(device), config)
+    distributed.shard(model, model.model.layers, getattr(torch, config.dtype))
+    return model
+
+
+def spare_memory(model: nn.Module, config: Config) -> nn.Module:
+    """Switch on what keeps the activations of long sequences small."""
+    model.model.gradient_checkpointing = config.activation_checkpointing
+    for layer in model.model.layers:
+        layer.mlp_chunk_tokens = config.mlp_chunk_tokens
+    return model
