@@ -40,22 +40,14 @@ import plan
 import rollout
 from checkpoint import State
 from config import Config, parse, reward_weights
-from data import (
-    Batch,
-    MicroBatch,
-    Problem,
-    Rollout,
-    pack,
-    partition,
-    to_batch,
-    vocabulary_size,
-)
+from data import Batch, to_batch
 from distributed import print0
-from model import Transformer
+from forward import LOSSES, micro_batches, score_critic, score_policy
 from optimizer import at_work, optimizer_step
+from replay import replay, save_replay
 from rewards import has_format
 from scores import pass_at_k
-from start import Run, prepare, set_up
+from start import Run, set_up
 
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
@@ -63,10 +55,6 @@ SIGNAL_NOTE = {
     signal.SIGINT: "\nstopping after this step (Ctrl-C again to stop at once, losing it)",
     signal.SIGTERM: "\nSIGTERM: saving, then leaving",
 }
-OBJECTIVE_OPTIONS = (
-    "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
-    "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
-).split()
 
 
 # ---- one step
@@ -230,23 +218,6 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     return on_last(actor), on_last(mixed)
 
 
-def micro_batches(
-    batch: Batch, config: Config, what: str, rows: Sequence[int] | None = None
-) -> Iterator[MicroBatch]:
-    """This rank's share of the given rows of the batch (default: all), packed; a bar named `what`
-    when they take long.
-    """
-    rows = range(len(batch.rollouts)) if rows is None else rows
-    costs = [
-        len(batch.rollouts[i].problem.prompt_ids) + len(batch.rollouts[i].response_ids)
-        for i in rows
-    ]
-    shares = partition(costs, config.max_tokens_per_micro_batch, distributed.world_size())
-    mine, quiet = shares[distributed.rank()], distributed.rank() > 0
-    for share in tqdm(mine, what, unit="micro-batch", leave=False, delay=2, disable=quiet):
-        yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)
-
-
 def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
     """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
     (almost) equal size.
@@ -257,42 +228,6 @@ def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterato
         yield from (
             part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
         )
-
-
-def forward_policy(
-    policy: Transformer, mb: MicroBatch, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (R, T) of a micro-batch, zero outside its mask."""
-    logprobs, entropy = policy(
-        mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, temperature
-    )
-    return mb.unpack(logprobs), mb.unpack(entropy)
-
-
-def forward_critic(critic: torch.nn.Module, mb: MicroBatch) -> Tensor:
-    """V (R, T) of a micro-batch, zero outside its mask; at temperature 1 always."""
-    from critic import values
-
-    return values(critic, mb)
-
-
-@torch.no_grad()
-def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
-    logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
-    for mb in micro_batches(batch, config, "log-probs"):
-        cells = mb.rows, slice(mb.mask.shape[1])
-        logprobs[cells], entropy[cells] = forward_policy(policy, mb, config.temperature)
-    return distributed.sum_(logprobs), distributed.sum_(entropy)
-
-
-@torch.no_grad()
-def score_critic(critic: torch.nn.Module, batch: Batch, config: Config) -> Tensor:
-    """V (N, T) under the weights at hand, whole on every rank."""
-    values = torch.zeros_like(batch.rollout_logprobs)
-    for mb in micro_batches(batch, config, "values"):
-        values[mb.rows, : mb.mask.shape[1]] = forward_critic(critic, mb)
-    return distributed.sum_(values)
 
 
 def compute_advantages(
@@ -385,50 +320,6 @@ def update_policy(
     return {f"policy/{name}": value for name, value in metrics.items()}
 
 
-def critic_loss(
-    critic: torch.nn.Module, mb: MicroBatch, given: dict[str, Tensor], config: Config
-) -> tuple[Tensor, dict]:
-    """Value loss of a micro-batch and its metrics. given: old_values and returns (N, T),
-    row_weights (N,).
-    """
-    given = of_rows(given, mb)
-    return losses.value_loss(
-        forward_critic(critic, mb),
-        given["old_values"],
-        given["returns"],
-        mb.mask,
-        value_clip=config.value_clip,
-        row_weights=given["row_weights"],
-    )
-
-
-def policy_loss(
-    policy: Transformer, mb: MicroBatch, given: dict[str, Tensor], config: Config
-) -> tuple[Tensor, dict]:
-    """Surrogate of a micro-batch and its metrics. given: per-token arguments of
-    `losses.policy_loss` (N, T), row_weights (N,).
-    """
-    logprobs, entropy = forward_policy(policy, mb, config.temperature)
-    return losses.policy_loss(
-        logprobs,
-        objective=losses.ALGORITHMS[config.algorithm].objective,
-        entropy=entropy if config.entropy_coef else None,
-        **of_rows(given, mb),
-        **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},
-    )
-
-
-LOSSES = {"critic": critic_loss, "policy": policy_loss}
-
-
-def of_rows(given: dict[str, Tensor], mb: MicroBatch) -> dict[str, Tensor]:
-    """The rows of a micro-batch, cut to its width."""
-    return {
-        name: x[mb.rows][..., : mb.mask.shape[1]] if x.ndim == 2 else x[mb.rows]
-        for name, x in given.items()
-    }
-
-
 def update(
     run: Run,
     state: State,
@@ -489,101 +380,6 @@ def row_weights(
     return losses.aggregation_weights(
         mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
     )
-
-
-# ---- a loss that is not finite
-
-
-def save_replay(
-    run: Run,
-    state: State,
-    part: str,
-    error: str,
-    rollouts: Sequence[Rollout],
-    given: dict[str, Tensor],
-) -> Path:
-    """Write the weights of `part` and all that its loss reads; returns the file for --replay.
-    rollouts.jsonl beside it is for reading.
-    """
-    folder = run.folder / f"nonfinite_step_{state.step + 1:06d}"
-    file = folder / "minibatch.pt"
-    model = getattr(state, part)
-    weights = distributed.full_state(model)
-    if distributed.rank() == 0:
-        model.save_pretrained(folder / part, state_dict=weights)
-        saved = {
-            "part": part,
-            "error": error,
-            "config": asdict(run.config),
-            "vocabulary": vocabulary_size(state.sampler.tokenizer),
-            "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
-            "given": {name: x.cpu() for name, x in given.items()},
-        }
-        torch.save(saved, file)
-        (folder / "rollouts.jsonl").unlink(missing_ok=True)
-        rows = [books.sample_row(state.step + 1, r, True) for r in rollouts]
-        books.append(folder / "rollouts.jsonl", rows)
-    distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
-    return file
-
-
-def replay(file: Path, device: torch.device, dtype: str) -> None:
-    """Compute the loss of a saved minibatch again, by the code of the run, and print what is not
-    finite: weights, then inputs and outputs by response, then gradients. dtype: auto is the run's.
-    """
-    saved = torch.load(file, map_location=device, weights_only=True)
-    config, part, given = Config(**saved["config"]), saved["part"], saved["given"]
-    compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
-    rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
-    if part == "policy":
-        model = Transformer.from_pretrained(file.parent / part, torch.float32, compute_dtype)
-        model.set_head_dtype(
-            getattr(torch, config.head_dtype) if dtype == "auto" else compute_dtype
-        )
-        model.restrict_vocabulary(saved["vocabulary"])
-    else:
-        from critic import Critic
-
-        model = Critic.from_pretrained(file.parent / part, compute_dtype)
-    model = prepare(model, device, config)
-    print0(f"the run said: {saved['error']}\nreplay in {compute_dtype}:")
-    found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
-    for mb in micro_batches(to_batch(rollouts, device), config, "replay"):
-        loss, parts = LOSSES[part](model, mb, given, config)
-        distributed.backward(loss)
-        print0(f"micro-batch: loss {loss.item()}, {parts['nonfinite'][0]:.0f} tokens not finite")
-        with torch.no_grad():
-            if part == "policy":
-                outputs, _ = forward_policy(model, mb, config.temperature)
-            else:
-                outputs = forward_critic(model, mb)
-        per_token = {n: x for n, x in of_rows(given, mb).items() if x.ndim == 2} | {part: outputs}
-        for i, row in enumerate(mb.rows.tolist()):
-            r = rollouts[row]
-            who = f"problem {r.problem.id}, sample {r.sample_index}"
-            found += [
-                say_nonfinite(f"{name} of {who}", x[i, : len(r.response_ids)])
-                for name, x in per_token.items()
-            ]
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            found.append(say_nonfinite(f"gradient {name}", p.grad))
-    norm = distributed.grad_norm(model, math.inf)
-    print0(f"gradient norm {norm}")
-    if not any(found) and math.isfinite(norm):
-        raise SystemExit("everything is finite: the fault did not come back.")
-
-
-def say_nonfinite(name: str, x: Tensor) -> bool:
-    """Print how many elements are not finite, the first and where; False if there is none."""
-    bad = (~torch.isfinite(x)).nonzero().tolist()
-    if bad:
-        first = bad[0]
-        print0(
-            f"  {name}: {len(bad)} of {x.numel()} not finite, the first at {first}: "
-            f"{x[tuple(first)].item()}"
-        )
-    return bool(bad)
 
 
 # ---- the loop

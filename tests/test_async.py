@@ -6,6 +6,7 @@ from test_train import HashGrader, metrics, run, same, weights
 
 import train
 from data import load_tokenizer, vocabulary_size
+from model import Transformer
 
 FLAGS = "--algorithm grpo --is-mode tis --is-low 0.5 --is-high 2 --save-every 1 "
 FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slots 10").split()
@@ -41,7 +42,7 @@ def test_version_tags_and_importance_weights_are_those_of_two_weight_versions(
     policies = [random_tiny_model] + [
         tmp_path / f"r/checkpoints/step_{s:06d}/policy" for s in (1, 2, 3)
     ]
-    policies = [train.Transformer.from_pretrained(p) for p in policies]
+    policies = [Transformer.from_pretrained(p) for p in policies]
     for policy in policies:  # as the run does
         policy.restrict_vocabulary(vocabulary_size(load_tokenizer(random_tiny_model)))
     for step, (version, batch, old_logprobs, config) in enumerate(seen):

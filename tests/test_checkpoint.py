@@ -13,6 +13,7 @@ from test_train import HashGrader, metrics, run, same, weights
 import books
 import checkpoint
 import train
+from model import Transformer
 
 FLAGS = "--num-critic-only-steps 1 --save-every 1 --keep-checkpoints 0".split()
 
@@ -97,7 +98,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
 ):
     """A limit on the size of files stands for the full disk: the real writers meet a real error."""
     write = {
-        "policy": (train.Transformer, "save_pretrained"),
+        "policy": (Transformer, "save_pretrained"),
         "critic": (__import__("critic").Critic, "save_pretrained"),
         "trainer_state": (checkpoint.torch, "save"),
     }[part]

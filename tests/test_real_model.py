@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data import load_problems, load_tokenizer, pack, stop_ids
+from forward import forward_policy
 from model import Transformer
 from rollout import Sampler
-from train import forward_policy
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "runs" / "smollm2-135m"

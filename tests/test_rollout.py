@@ -13,10 +13,10 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 
 import rollout
 from data import DataOrder, Problem, Rollout, pack
+from forward import forward_policy
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, Truncation, collect, draw, has_signal, mix, response_key, uniforms
 from scheduler import Batch
-from train import forward_policy
 from verify import Verdict
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]

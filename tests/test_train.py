@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eval
 import train
 from curate import CurateConfig
+from model import Transformer
 from optimizer import make_optimizers, optimizer_step
 from verify import Verdict
 
@@ -679,7 +680,7 @@ def test_norms_biases_and_the_value_head_are_not_decayed(random_tiny_model):
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_nothing_else(random_tiny_model):
-    policy = train.Transformer.from_pretrained(random_tiny_model)
+    policy = Transformer.from_pretrained(random_tiny_model)
     config = train.Config(optimizer="muon", weight_decay=0.1)
     muon, adamw = make_optimizers(policy, 1e-2, config)
     names = {id(p): name for name, p in policy.named_parameters()}
@@ -696,7 +697,7 @@ def test_a_step_of_muon_is_the_polar_factor_of_the_gradient(random_tiny_model):
     """W <- W - lr wd W - 0.2 sqrt(longer side) lr U V', gradient U S V' (2502.16982), up to the
     loose convergence of five Newton-Schulz iterations: singular values between 0.6 and 1.3.
     """
-    policy = train.Transformer.from_pretrained(random_tiny_model)
+    policy = Transformer.from_pretrained(random_tiny_model)
     config = train.Config(optimizer="muon", weight_decay=0.1, max_grad_norm=1e9)
     optimizers = make_optimizers(policy, 1e-2, config)
     weight = policy.model.layers[0].mlp.up_proj.weight
@@ -738,7 +739,7 @@ def test_the_reference_computes_as_the_policy_does(
     flags = "--steps 1 --algorithm grpo --kl-coef 1 --dtype bfloat16 --head-dtype float32 "
     flags += "--mlp-chunk-tokens 8"
     # The head of a checkpoint in bfloat16, as most are.
-    policy = train.Transformer.from_pretrained(random_tiny_model)
+    policy = Transformer.from_pretrained(random_tiny_model)
     model = shutil.copytree(random_tiny_model, tmp_path / "model")
     policy.to(torch.bfloat16).save_pretrained(model)
     run(tmp_path / "r", *flags.split(), model=model)
@@ -777,7 +778,6 @@ def test_bfloat16_compute_keeps_float32_masters(
 
 
 def test_a_float32_head_lowers_the_mismatch_of_bfloat16_layers(random_tiny_model):
-    from model import Transformer
     from rollout import Sampler
 
     exact = Transformer.from_pretrained(random_tiny_model)
@@ -818,7 +818,7 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
         tmp_path / "m"
     )
     AutoTokenizer.from_pretrained(ROOT / "assets/tiny-base").save_pretrained(tmp_path / "m")
-    monkeypatch.setattr(train.Transformer, "restrict_vocabulary", lambda self, tokens: None)
+    monkeypatch.setattr(Transformer, "restrict_vocabulary", lambda self, tokens: None)
     monkeypatch.setattr(train.rollout.Sampler, "_text", lambda self, r: str(r.response_ids))
     watch, tokens = LargestTensor(), []
     update = train.update_policy
