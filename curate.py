@@ -677,20 +677,10 @@ def parse(argv: Sequence[str] | None = None) -> CurateConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    try:
+    with distributed.command("stopped; the same command goes on from here."):
         config = parse(argv)
-        kind = distributed.choose_device(config.device, config.nproc)
-        distributed.launch(config.nproc)
-        device = distributed.init(kind)
-        if config.dtype == "auto":
-            config.dtype = "bfloat16" if device.type == "cuda" else "float32"
-        if not curate(config, device)["written"]:
+        if not curate(config, distributed.start(config))["written"]:
             raise ValueError("no problem is left; the report above says why")
-        distributed.shutdown()
-    except (ValueError, OSError, ImportError) as error:
-        distributed.leave(f"error: {error}")
-    except KeyboardInterrupt:
-        distributed.leave("stopped; the same command goes on from here.")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -47,6 +49,36 @@ def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:
         print(*args, flush=True, **kwargs)
+
+
+@contextmanager
+def command(stopped: str) -> Iterator[None]:
+    """Around all that a command does. What a user can mend ends it with one sentence, a Ctrl-C with
+    `stopped`, any other fault with its traceback.
+    """
+    try:
+        yield
+        shutdown()
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        leave(f"error: {error}")
+    except KeyboardInterrupt:
+        leave(stopped)
+    except Exception:
+        if world_size() == 1:
+            raise
+        leave(traceback.format_exc())
+
+
+def start(options: Any) -> torch.device:
+    """Start the processes that a command's fields `device`, `nproc` and `dtype` ask for, and settle
+    a dtype that is auto; returns this rank's device.
+    """
+    kind = choose_device(options.device, options.nproc)
+    launch(options.nproc)
+    device = init(kind)
+    if options.dtype == "auto":
+        options.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return device
 
 
 def launch(nproc: int) -> None:

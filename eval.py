@@ -521,19 +521,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    try:
+    with distributed.command("stopped; the sets that were done are in --output."):
         options = parse(argv)
-        kind = distributed.choose_device(options.device, options.nproc)
-        distributed.launch(options.nproc)
-        device = distributed.init(kind)
-        if options.dtype == "auto":
-            options.dtype = "bfloat16" if device.type == "cuda" else "float32"
-        run(options, device)
-        distributed.shutdown()
-    except (ValueError, OSError, ImportError) as error:
-        distributed.leave(f"error: {error}")
-    except KeyboardInterrupt:
-        distributed.leave("stopped; the sets that were done are in --output.")
+        run(options, distributed.start(options))
 
 
 if __name__ == "__main__":

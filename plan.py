@@ -295,6 +295,8 @@ def advice(model: PretrainedConfig, config: Config, memory: float) -> str:
 
 def run(config: Config) -> None:
     """Print the plan; SystemExit with a sentence if it cannot fit."""
+    if config.dtype == "auto":
+        config = replace(config, dtype="float32" if config.device == "cpu" else "bfloat16")
     model, memory = read_shape(config.model), gpu_memory(config)
     plan = make_plan(model, config, memory)
     policy, decoder, _ = parameters(model)

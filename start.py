@@ -75,6 +75,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"{config.max_prompt_tokens} tokens"
         )
     config.think = think_mode(config.think, problems)
+    if config.head_dtype == "auto":
+        config.head_dtype = config.dtype
     if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
     if config.async_steps and distributed.world_size() > 1:

@@ -20,7 +20,6 @@ import math
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -522,31 +521,15 @@ def handle_signals(state: State, config: Config) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    try:
+    with distributed.command("stopped at once; the step in hand is lost."):
         config = parse(argv).resolved(losses.ALGORITHMS)
         if config.plan:
-            if config.dtype == "auto":
-                config.dtype = "float32" if config.device == "cpu" else "bfloat16"
-            return plan.run(config)
-        kind = distributed.choose_device(config.device, config.nproc)
-        if config.replay:
-            return replay(Path(config.replay), torch.device(kind), config.dtype)
-        distributed.launch(config.nproc)
-        device = distributed.init(kind)
-        if config.dtype == "auto":
-            config.dtype = "bfloat16" if device.type == "cuda" else "float32"
-        if config.head_dtype == "auto":
-            config.head_dtype = config.dtype
-        train(config, device)
-        distributed.shutdown()
-    except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        distributed.leave(f"error: {error}")
-    except KeyboardInterrupt:
-        distributed.leave("stopped at once; the step in hand is lost.")
-    except Exception:
-        if distributed.world_size() == 1:
-            raise
-        distributed.leave(traceback.format_exc())
+            plan.run(config)
+        elif config.replay:
+            device = torch.device(distributed.choose_device(config.device, config.nproc))
+            replay(Path(config.replay), device, config.dtype)
+        else:
+            train(config, distributed.start(config))
 
 
 if __name__ == "__main__":
