@@ -59,8 +59,11 @@ class State:
     @property
     def trained(self) -> list[tuple[torch.nn.Module, Optimizers]]:
         """The models that train, each with its optimizers."""
-        pairs = [(self.policy, self.optimizers), (self.critic, self.critic_optimizers)]
-        return [pair for pair in pairs if pair[0] is not None]
+        return [self.part(p) for p in ("policy", "critic") if getattr(self, p) is not None]
+
+    def part(self, name: str) -> tuple[torch.nn.Module, Optimizers]:
+        """`policy` or `critic`, with its optimizers."""
+        return getattr(self, name), self.optimizers if name == "policy" else self.critic_optimizers
 
 
 # ---- the small part

@@ -1,6 +1,7 @@
 """A loss, an output or a gradient that is not finite: what the run saves of it, and --replay."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ import books
 import distributed
 from checkpoint import State
 from config import Config
-from data import Problem, Rollout, to_batch, vocabulary_size
+from data import Batch, Problem, Rollout, to_batch, vocabulary_size
 from distributed import print0
 from forward import LOSSES, forward_critic, forward_policy, micro_batches, of_rows
 from model import Transformer
@@ -24,12 +25,15 @@ def save_replay(
     state: State,
     part: str,
     error: str,
-    rollouts: Sequence[Rollout],
+    batch: Batch,
+    rows: Sequence[int],
     given: dict[str, Tensor],
 ) -> Path:
-    """Write the weights of `part` and all that its loss reads; returns the file for --replay.
-    rollouts.jsonl beside it is for reading.
+    """Write the weights of `part` and all that its loss reads of the minibatch `rows`; returns the
+    file for --replay. rollouts.jsonl beside it is for reading.
     """
+    print0(f"\n{error}: saving the minibatch", file=sys.stderr)
+    rollouts = [batch.rollouts[i] for i in rows]
     folder = run.folder / f"nonfinite_step_{state.step + 1:06d}"
     file = folder / "minibatch.pt"
     model = getattr(state, part)
@@ -42,12 +46,12 @@ def save_replay(
             "config": asdict(run.config),
             "vocabulary": vocabulary_size(state.sampler.tokenizer),
             "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
-            "given": {name: x.cpu() for name, x in given.items()},
+            "given": {name: x[rows].cpu() for name, x in given.items()},
         }
         torch.save(saved, file)
         (folder / "rollouts.jsonl").unlink(missing_ok=True)
-        rows = [books.sample_row(state.step + 1, r, True) for r in rollouts]
-        books.append(folder / "rollouts.jsonl", rows)
+        readable = [books.sample_row(state.step + 1, r, True) for r in rollouts]
+        books.append(folder / "rollouts.jsonl", readable)
     distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
     return file
 

@@ -4,13 +4,13 @@ One step, in the order of the method:
 
     1 collect   sample groups, verify, keep those with signal          rollout.collect
     2 shape     actor reward = mix + overlong penalty; critic: mix     shape_rewards
-    3 pack      micro-batches without padding                          data.partition, data.pack
+    3 pack      micro-batches without padding                          forward.micro_batches
     4 value     V of every token, before the critic moves              score_critic
     5 advantage by the algorithm; whitening is a step of its own       compute_advantages
     6 critic    one or more updates towards the raw reward             update_critic
     7 policy    old log-probs, then one or more updates of the         score_policy, update_policy
                 surrogate, once the critic is warm
-    8 books     metrics, samples, checkpoint, evaluation               books, checkpoint.save
+    8 books     metrics, samples, checkpoint, evaluation               train
 
 The scalars of a step are held whole on every rank, so statistics and denominators are global
 without a collective; only model forwards and backwards are shared out.
@@ -72,8 +72,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     with sampling_ahead(run, state, clock):
         metrics = learn(run, state, collected, clock)
     if "policy/loss" in metrics:
-        policy = state.policy, state.optimizers, run.device, run.config
-        with clock("refresh_sampler"), at_work(*policy):
+        with clock("refresh_sampler"), at_work(*state.part("policy"), run.device, run.config):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -134,13 +133,12 @@ def learn(
     metrics["rollout/version_lag"] = lag
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
-    policy = state.policy, state.optimizers, run.device, config
-    critic = state.critic, state.critic_optimizers, run.device, config
+    on_device = lambda part: at_work(*state.part(part), run.device, config)
     if kept:
         batch = to_batch(kept, run.device, state.sampler.weight_version)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
-            with clock("score_critic"), at_work(*critic):
+            with clock("score_critic"), on_device("critic"):
                 values = score_critic(state.critic, batch, config)
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
@@ -149,13 +147,13 @@ def learn(
             run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
         )
         if state.critic is not None:
-            with clock("update_critic"), at_work(*critic):
+            with clock("update_critic"), on_device("critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and loss_mask(batch, config).any():
-            with clock("score_policy"), at_work(*policy):
+            with clock("score_policy"), on_device("policy"):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
-            with clock("update_policy"), at_work(*policy):
+            with clock("update_policy"), on_device("policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
             metrics |= books.score_metrics(
                 batch, loss_mask(batch, config), old_logprobs, entropy, advantages
@@ -215,18 +213,6 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
         )
     on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
     return on_last(actor), on_last(mixed)
-
-
-def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
-    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
-    (almost) equal size.
-    """
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
-        rows = torch.randperm(len(batch.rollouts), generator=generator)
-        yield from (
-            part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
-        )
 
 
 def compute_advantages(
@@ -334,8 +320,7 @@ def update(
     Raises FloatingPointError on a loss, model output or gradient that is not finite, before the
     weights change; weights and minibatch are saved for --replay.
     """
-    model = getattr(state, part)
-    optimizers = state.optimizers if part == "policy" else state.critic_optimizers
+    model, optimizers = state.part(part)
     try:
         for mb in micro_batches(batch, run.config, f"{part} update", rows):
             loss, parts = LOSSES[part](model, mb, given, run.config)
@@ -350,19 +335,23 @@ def update(
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(model, optimizers, lr, run.config))
     except FloatingPointError as error:
-        print0(f"\n{error}: saving the minibatch", file=sys.stderr)
-        file = save_replay(
-            run,
-            state,
-            part,
-            str(error),
-            [batch.rollouts[i] for i in rows],
-            {name: x[rows] for name, x in given.items()},
-        )
+        file = save_replay(run, state, part, str(error), batch, rows, given)
         raise FloatingPointError(
             f"{error}. Its weights were left as they were, the newest checkpoint is good; look at "
             f"the cause with --replay {file}"
         ) from None
+
+
+def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
+    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
+    (almost) equal size.
+    """
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
+        rows = torch.randperm(len(batch.rollouts), generator=generator)
+        yield from (
+            part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
+        )
 
 
 def row_weights(
