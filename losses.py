@@ -566,9 +566,9 @@ def policy_loss(
 
     loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
     w = `weights`, c = `row_weights` (else `aggregation` over these rows). log pi/pi_old is bounded
-    to +-MAX_LOG_RATIO, without gradient beyond. A log-ratio or advantage that is not finite is
-    taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that entropy_control detaches
-    (clip_cov) or ties to the old policy (kl_cov).
+    to +-MAX_LOG_RATIO, without gradient beyond. A log-ratio, advantage or reference log-prob that
+    is not finite is taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that
+    entropy_control detaches (clip_cov) or ties to the old policy (kl_cov).
     """
     log_ratio, usable = usable_difference(logprobs, old_logprobs, mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -605,6 +605,8 @@ def policy_loss(
         kl = approx_kl(logprobs, ref_logprobs, kl_estimator, mask, ratio=ratio, bound=KL_LOSS_BOUND)
         loss = loss + kl_coef * kl
         metrics["kl"] = mean_pair(kl, mask)
+        sound = usable & finite & torch.isfinite(ref_logprobs)
+        metrics["nonfinite"] = mean_pair(~sound, mask)
     if entropy is not None:
         metrics["entropy"] = mean_pair(entropy, mask)
         # 0 times an infinite entropy would be NaN.
@@ -623,12 +625,13 @@ def value_loss(
 ) -> tuple[Tensor, dict]:
     """max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2) aggregated; no factor 1/2.
 
-    value_clip None is the plain squared error. Without row_weights: mean over these tokens.
+    value_clip None is the plain squared error. Without row_weights: mean over these tokens. A
+    difference to R or V_old that is not finite is taken as 0 and counted as `nonfinite`.
     """
     error, usable = usable_difference(values, returns, mask)
-    moved, _ = usable_difference(values, old_values, mask)
+    moved, known = usable_difference(values, old_values, mask)
     squared = error.square()
-    metrics = {"nonfinite": mean_pair(~usable, mask)}
+    metrics = {"nonfinite": mean_pair(~(usable & known), mask)}
     if value_clip is not None:
         clipped_error = error - moved + moved.clamp(-value_clip, value_clip)
         squared = torch.maximum(squared, clipped_error.square())

@@ -299,6 +299,26 @@ def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
     assert "weight" not in output
 
 
+def test_a_reference_that_is_not_finite_stops_the_run_and_is_named_by_the_replay(
+    random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    """Its log-probs were taken as a KL of 0, without a word."""
+
+    def change(state, *_):
+        with torch.no_grad():
+            state.reference.lm_head.weight[7] = float("nan")
+
+    poison(monkeypatch, "policy", change)
+    flags = "--steps 3 --algorithm grpo --kl-coef 0.1".split()
+    with pytest.raises(SystemExit, match="policy is not finite in step 2"):
+        run(tmp_path / "r", *flags, model=random_tiny_model)
+    monkeypatch.undo()
+    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    train.main(["--replay", str(file)])
+    output = capsys.readouterr().out
+    assert "ref_logprobs of problem" in output and "weight" not in output
+
+
 def test_a_gradient_that_is_not_finite_is_replayed_too(
     random_tiny_model, tmp_path, monkeypatch, capsys
 ):

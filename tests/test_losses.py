@@ -345,6 +345,26 @@ def test_a_value_that_is_not_finite_is_counted_and_trains_nothing():
     assert torch.equal(torch.autograd.grad(loss, values)[0], torch.zeros(1, 3))
 
 
+def test_an_old_value_that_is_not_finite_is_counted():
+    one, old = torch.ones(1, 3), torch.tensor([[0.0, NAN, -INF]])
+    for mask, bad in (([True, True, True], 2), ([True, False, True], 1)):
+        mask = torch.tensor([mask])
+        _, metrics = losses.value_loss(one, old, one, mask)
+        assert metrics["nonfinite"] == (bad, mask.sum())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_is"])
+def test_a_reference_log_prob_that_is_not_finite_is_no_kl_of_zero(estimator):
+    """It was taken as KL 0 and counted nowhere: a broken reference looked like a perfect policy."""
+    zero, reference = torch.zeros(1, 4), torch.tensor([[-1.0, NAN, -INF, INF]])
+    for mask, bad in (([True] * 4, 3), ([True, False, True, False], 1)):
+        mask = torch.tensor([mask])
+        loss, metrics = losses.policy_loss(
+            zero, zero, zero + 1, mask, ref_logprobs=reference, kl_coef=0.1, kl_estimator=estimator
+        )
+        assert metrics["nonfinite"] == (bad, mask.sum()) and torch.isfinite(loss)
+
+
 def test_whitening_nearly_constant_advantages_of_a_large_mean():
     """E[x^2] - E[x]^2 in float32 is negative here, and its root NaN."""
     x = 1000 + 1e-3 * rand(1, 10_000)
