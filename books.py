@@ -379,6 +379,20 @@ def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence
     )
 
 
+def mismatch_alarm(nats: float, config: Config) -> str:
+    """A sentence on sampler and trainer disagreeing, with the causes that this run can have."""
+    older = {
+        "--async-steps (a lower --lr moves them less)": config.async_steps,
+        "--partial-rollout (--max-staleness bounds their age)": config.partial_rollout,
+    }
+    flags = " and ".join(flag for flag, on in older.items() if on)
+    cause = f"Older weights sample under {flags}, which is the ordinary cause; " if flags else ""
+    return (
+        f"sampler and trainer disagree by {nats:.3f} nats a token; importance weights (--is-mode "
+        f"icepop) bound the harm. {cause}--dtype float32 shows whether precision is the cause."
+    )
+
+
 def warn(step: int, sentence: str) -> None:
     """A loud line, on rank 0, clear of the progress bar."""
     if distributed.rank() == 0:
@@ -417,9 +431,7 @@ def alarms(
         ),
         "mismatch": (
             m["policy/mismatch_abs"] > 0.05,
-            f"sampler and trainer disagree by {m['policy/mismatch_abs']:.3f} nats a token; "
-            "importance weights (--is-mode icepop) bound the harm, --dtype float32 shows whether "
-            "precision is the cause.",
+            mismatch_alarm(m["policy/mismatch_abs"], config),
         ),
         "entropy": (
             m["policy/entropy"] < 0.05 * start,

@@ -17,12 +17,13 @@ without a collective; only model forwards and backwards are shared out.
 """
 
 import math
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,8 @@ from start import Run, set_up
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
 SIGNAL_NOTE = {
-    signal.SIGINT: "\nstopping after this step (Ctrl-C again to stop at once, losing it)",
-    signal.SIGTERM: "\nSIGTERM: saving, then leaving",
+    signal.SIGINT: b"\nstopping after this step (Ctrl-C again to stop at once, losing it)\n",
+    signal.SIGTERM: b"\nSIGTERM: saving, then leaving\n",
 }
 
 
@@ -498,7 +499,9 @@ def handle_signals(state: State, config: Config) -> Iterator[None]:
         state.stop = True
         if number == signal.SIGTERM and not config.async_steps:
             state.sampler.interrupted = True
-        print0(SIGNAL_NOTE[number], file=sys.stderr)
+        if distributed.rank() == 0:
+            with suppress(OSError):  # a terminal that is gone
+                os.write(2, SIGNAL_NOTE[number])  # print, interrupted by itself, would raise
 
     previous = {s: signal.signal(s, handler) for s in SIGNAL_NOTE}
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,24 @@ def test_sigterm_in_the_first_evaluation_leaves_it_to_the_next_start(
     train.main(["--resume", "--output-dir", str(tmp_path / "r")])
     rows = metrics(tmp_path / "r")
     assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[1]
+
+
+def test_a_signal_in_the_middle_of_a_print_is_no_reentrant_call(monkeypatch, capfd):
+    """Buffered IO raises RuntimeError when a handler prints while a print is being interrupted."""
+
+    class Busy:
+        def write(self, *_):
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+        flush = write
+
+    state = SimpleNamespace(stop=False, sampler=SimpleNamespace(interrupted=False))
+    with train.handle_signals(state, train.Config()), monkeypatch.context() as patch:
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, Busy())
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert state.stop and state.sampler.interrupted
+    assert capfd.readouterr().err == "\nSIGTERM: saving, then leaving\n"
 
 
 def begin(folder, *flags):
@@ -390,8 +409,6 @@ HEALTHY = {
     ],
 )
 def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change, words, capsys):
-    from types import SimpleNamespace
-
     found = HEALTHY | change
     empty = 0 if found["rollout/groups_kept"] else 1
     state = SimpleNamespace(step=9, empty_steps=empty, start_entropy=0.4)
@@ -399,6 +416,23 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("WARNING step 9: ") and all(word in line for word in words)
     assert [key for key, value in raised.items() if value] == [f"alarm/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, []),
+        ({"async_steps": 1}, ["--async-steps"]),
+        ({"partial_rollout": True}, ["--partial-rollout"]),
+        ({"async_steps": 1, "partial_rollout": True}, ["--async-steps", "--partial-rollout"]),
+    ],
+)
+def test_the_mismatch_alarm_blames_old_weights_where_a_run_has_them(options, named):
+    """Precision alone was blamed, and that is rarely the cause under either option."""
+    sentence = books.mismatch_alarm(0.2, train.Config(**options))
+    flags = {"--async-steps", "--partial-rollout"}
+    assert {flag for flag in flags if flag in sentence} == set(named)
+    assert ("Older weights" in sentence) == bool(named) and "--dtype float32" in sentence
 
 
 def test_a_healthy_run_raises_no_alarm(random_tiny_model, tmp_path, capsys):
