@@ -6,6 +6,7 @@ Nothing here changes what is trained. README.md defines every metric.
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -274,6 +275,24 @@ def append(file: Path, rows: Sequence[dict]) -> None:
         out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
         out.flush()
         os.fsync(out.fileno())
+
+
+def newest_row(file: Path, step: int) -> dict:
+    """The last row of a JSONL file; `{"step": step}` if there is none of that step."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    row = json.loads(lines[-1]) if lines else {}
+    return row if row.get("step") == step else {"step": step}
+
+
+def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
+    """Add to the row of `step`, the last one, or begin it. Renamed into place, so that a kill
+    leaves the old rows or the new ones.
+    """
+    row, scratch = newest_row(file, step) | metrics, file.with_suffix(".tmp")
+    file.touch()
+    os.truncate(shutil.copy(file, scratch), size_up_to(file, step - 1))
+    append(scratch, [row])
+    scratch.replace(file)
 
 
 def holds_rows(file: Path) -> bool:

@@ -374,6 +374,26 @@ def row_weights(
 # ---- the loop
 
 
+def evaluation_is_due(run: Run, state: State) -> bool:
+    """Before the first step, every --eval-every steps, and after the last."""
+    config, step = run.config, state.step
+    regular = config.eval_every and step % config.eval_every == 0
+    return bool(run.eval_problems and (regular or step in (0, config.steps)))
+
+
+def catch_up(run: Run, state: State, metrics_file: Path) -> None:
+    """The evaluation that the finished steps lack: the first, or one that SIGTERM cut short."""
+    made = "eval/accuracy" in books.newest_row(metrics_file, state.step)
+    if made or not evaluation_is_due(run, state):
+        return
+    metrics = evaluate(run, state)
+    if metrics and distributed.rank() == 0:
+        when = f"step {state.step}" if state.step else "start"
+        print0(f"{when}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        books.amend(metrics_file, state.step, metrics)
+        run.report(state.step, metrics)
+
+
 def evaluate(run: Run, state: State) -> dict[str, float]:
     """Held-out accuracy at the training temperature, within --eval-top-p and the like: the
     verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if
@@ -418,16 +438,11 @@ def train(config: Config, device: torch.device) -> Path:
         books.forget_after(run.folder / name, state.step)
     undecided = books.history(metrics_file, "rollout/undecided_share")
     with run.grader, handle_signals(state, config):
+        catch_up(run, state, metrics_file)
         if state.step >= config.steps:
             print0(
                 f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
             )
-        if state.step == 0 and run.eval_problems and not books.holds_rows(metrics_file):
-            start = evaluate(run, state)
-            if start and distributed.rank() == 0:
-                print0(f"start: held-out accuracy {start['eval/accuracy']:.3f}")
-                books.append(metrics_file, [{"step": 0} | start])
-                run.report(0, start)
         progress = tqdm(
             total=config.steps,
             initial=state.step,
@@ -438,10 +453,7 @@ def train(config: Config, device: torch.device) -> Path:
             metrics = train_step(run, state)
             if metrics is None:
                 break
-            last = state.step == config.steps
-            if run.eval_problems and (
-                last or (config.eval_every and state.step % config.eval_every == 0)
-            ):
+            if evaluation_is_due(run, state):
                 metrics |= evaluate(run, state)
             metrics |= books.alarms(state, config, metrics, undecided)
             undecided.append(metrics["rollout/undecided_share"])
@@ -450,6 +462,7 @@ def train(config: Config, device: torch.device) -> Path:
                 run.report(state.step, metrics)
                 progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()
+            last = state.step == config.steps
             if config.save_every and state.step % config.save_every == 0 and not last:
                 save_or_warn(run, state)
             if state.empty_steps >= EMPTY_STEPS:

@@ -94,6 +94,38 @@ def test_sigterm_in_the_first_evaluation_leaves_it_to_the_next_start(
     assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[1]
 
 
+@pytest.mark.parametrize("which", ["middle", "last"])
+def test_an_evaluation_that_sigterm_cut_short_is_made_by_the_resume(
+    which, random_tiny_model, tmp_path, monkeypatch
+):
+    """A finished run was left without its last accuracy, and no --resume ever made it."""
+    data = tmp_path / "eval.jsonl"
+    data.write_text('{"prompt": "1 a:+1", "label": "2"}\n' * 3)
+    flags = f"--steps 2 --eval-every 1 --algorithm grpo --lr 1e-3 --eval-data {data}".split()
+    whole = run(tmp_path / "a", *flags, model=random_tiny_model)
+    calls, evaluate = [], train.rollout.evaluate
+
+    def preempted(*args, **options):
+        calls.append(1)
+        if len(calls) == (2 if which == "middle" else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.rollout, "evaluate", preempted)
+        cut = run(tmp_path / "b", *flags, model=random_tiny_model)
+    assert "eval/accuracy" not in cut[max(cut)] and max(cut) == (1 if which == "middle" else 2)
+    train.main(["--resume", "--output-dir", str(tmp_path / "b")])
+    timeless = lambda rows: [
+        {k: v for k, v in row.items() if "perf/" not in k and k != "eval/seconds"}
+        for row in rows.values()
+    ]
+    assert timeless(metrics(tmp_path / "b")) == timeless(whole)
+    before = (tmp_path / "b/metrics.jsonl").read_bytes()
+    train.main(["--resume", "--output-dir", str(tmp_path / "b")])
+    assert (tmp_path / "b/metrics.jsonl").read_bytes() == before
+
+
 def test_a_signal_in_the_middle_of_a_print_is_no_reentrant_call(monkeypatch, capfd):
     """Buffered IO raises RuntimeError when a handler prints while a print is being interrupted."""
 
