@@ -73,6 +73,7 @@ def position(state: State) -> dict:
     """Counters, data position and unfinished rollouts, in plain types and copied: sampling changes
     them in place.
     """
+    held = [*state.buffer, *(state.ahead.finished if state.ahead else [])]
     return {
         "step": state.step,
         "critic_steps": state.critic_steps,
@@ -80,6 +81,7 @@ def position(state: State) -> dict:
         "start_entropy": state.start_entropy,
         "weight_version": state.sampler.weight_version,
         "order": {k: _copied(v) for k, v in state.order.state_dict().items()},
+        "problems": {group[0].problem.index: digest(group[0].problem) for group in held},
         "buffer": [[plain(r) for r in group] for group in state.buffer],
         "ahead": state.ahead
         and {
@@ -92,20 +94,37 @@ def position(state: State) -> dict:
 
 
 def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None:
-    """Go to where `position` was called."""
+    """Go to where `position` was called. Rollouts of a problem that an edited data file no longer
+    has in its place are dropped, with a sentence.
+    """
     state.step, state.critic_steps = saved["step"], saved["critic_steps"]
     state.empty_steps, state.start_entropy = saved["empty_steps"], saved["start_entropy"]
     state.sampler.weight_version = saved["weight_version"]
     state.order.load_state_dict(saved["order"])
+    known = saved.get("problems", {})  # not in checkpoints of earlier versions
+    gone = {i for i, then in known.items() if digest(problems[i]) != then}
+    if gone:
+        print0(
+            f"WARNING: --data was edited: {len(gone)} of the problems with rollouts in hand are "
+            "not what they were; those rollouts are dropped.",
+            file=sys.stderr,
+        )
     restored = lambda groups: [
-        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group] for group in groups
+        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
+        for group in groups
+        if group[0]["problem"] not in gone
     ]
     state.buffer, ahead = restored(saved["buffer"]), saved["ahead"]
     if ahead:
         finished = restored(ahead["finished"])
         by_number = {group[0].group: group for group in finished}
-        kept = [by_number[number] for number in ahead["kept"]]
+        kept = [by_number[number] for number in ahead["kept"] if number in by_number]
         state.ahead = Collected(kept, state.buffer, finished, ahead["counts"], ahead["seconds"])
+
+
+def digest(problem: Problem) -> int:
+    """Tells a problem from another one in its place; its id may be no more than that place."""
+    return zlib.crc32(json.dumps([problem.prompt, problem.label, problem.verifier]).encode())
 
 
 def plain(rollout: Rollout) -> dict:

@@ -2,17 +2,20 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_train import HashGrader, metrics, run, same, weights
 
 import books
 import checkpoint
 import train
+from data import DataOrder, load_problems, load_tokenizer
 from model import Transformer
 
 FLAGS = "--num-critic-only-steps 1 --save-every 1 --keep-checkpoints 0".split()
@@ -34,6 +37,40 @@ def three(random_tiny_model, tmp_path):
 def resume(folder, steps=4):
     train.main(["--resume", "--output-dir", str(folder), "--steps", str(steps)])
     return metrics(folder)
+
+
+@pytest.mark.parametrize("ahead", [[], "--async-steps 1 --is-mode tis --save-every 1".split()])
+def test_rollouts_in_hand_are_not_attached_to_other_problems(
+    ahead, random_tiny_model, tmp_path, capsys
+):
+    """They were found again by place alone: in an edited file of the same length, by others."""
+    rows = [{"prompt": f"{i} a:+{j}", "label": str(i)} for i in range(8) for j in range(1, 9)]
+    data = tmp_path / "data.jsonl"
+    write = lambda: data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write()
+    flags = f"--algorithm grpo --data {data} --over-sampling 2 --partial-rollout --slots 10"
+    flags = [*flags.split(), *ahead, "--steps", 3 if ahead else 2, "--max-refills", 0]
+    run(tmp_path / "r", *flags, model=random_tiny_model)
+    if ahead:
+        shutil.rmtree(tmp_path / "r/checkpoints/step_000003")
+    position = lambda step: torch.load(tmp_path / f"r/checkpoints/step_00000{step}/trainer_state")
+    saved = position(2)
+    held = saved["buffer"] + (saved["ahead"]["finished"] if ahead else [])
+    assert {group[0]["problem"] for group in held} == set(saved["problems"])
+    changed = held[0][0]["problem"]
+    rows[changed] = {"prompt": "9 z:+9", "label": "8"}
+    write()
+    copy = shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    state = checkpoint.State(None, [], SimpleNamespace(), DataOrder(len(rows), 0))
+    problems, _ = load_problems(str(data), load_tokenizer(random_tiny_model), 256)
+    checkpoint.set_position(state, saved, problems)
+    assert (
+        "1 of the problems with rollouts in hand are not what they were" in capsys.readouterr().err
+    )
+    left = state.buffer + (state.ahead.finished if ahead else [])
+    assert len(left) == len(held) - 1 and all(g[0].problem.index != changed for g in left)
+    assert all(r.problem is problems[r.problem.index] for group in left for r in group)
+    assert sorted(resume(copy)) == [1, 2, 3, 4]
 
 
 def cut(file):
