@@ -71,7 +71,7 @@ class Config:
     temperature: float = _f(1.0, "sampling temperature; trained log-probs use it too, V never does")
     think: str = _f("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none")
     slots: int = _f(64, "responses decoded at the same time per process")
-    kv_cache_tokens: int = _f(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold, or a quarter of the CPU's")
+    kv_cache_tokens: int = _f(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold (with --async-steps: of what the plan leaves free), or a quarter of the CPU's")
     prefill_chunk_tokens: int = _f(8192, "most prompt tokens the sampler computes in one forward; changes memory, never the result")
     dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
     max_pass_rate: float | None = _f(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off")

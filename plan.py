@@ -7,6 +7,7 @@ counted on the operations that model.py runs; tests/test_plan.py counts them aga
 without a GPU and in a whole small run, and docs/performance.md explains how to read the table.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from transformers import PretrainedConfig
 
 from config import Config
 from losses import ALGORITHMS
-from model import Transformer, head_size, load_config
+from model import Layer, Transformer, head_size, load_config
 
 GB = 1e9  # as in "80 GB"; torch's own report for such a card is 85 of these
-FLOAT, MOMENTS = 4, 8  # bytes of a float32 number; of AdamW's two
+FLOAT = 4  # bytes of a float32 number
 LOGITS_AT_ONCE = 2**30  # bytes: what kernels/ holds of dlogits at a time
 CUDA_CONTEXT = 1.0e9  # bytes: CUDA, NCCL and cuBLAS; an allowance, not counted
 TIGHT = 0.9  # share of the memory above which fragmentation may decide
@@ -28,10 +29,13 @@ Parts = dict[str, float]  # name -> bytes
 
 @dataclass
 class Plan:
-    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: what it has."""
+    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: what it has.
+    `host`: bytes that --offload keeps on the host at most, for all GPUs together.
+    """
 
     moments: dict[str, Parts]
     memory: float
+    host: float = 0.0
 
     def total(self, moment: str) -> float:
         """Bytes at one moment. A layer and the head never work at once: the larger counts."""
@@ -74,10 +78,14 @@ class Plan:
 
 def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     """The plan of a resolved configuration for a model of this shape on GPUs of `memory` bytes."""
-    e = 4 if config.dtype == "float32" else 2  # bytes of an activation
+    e = bytes_per_activation(config)
     policy, decoder, layer = parameters(model)
     critic = decoder + model.hidden_size + 1 if ALGORITHMS[config.algorithm].critic else 0
-    sizes = {"policy": policy} | ({"critic": critic} if critic else {})
+    # Numbers of weights and of moments: AdamW has two for each weight, Muon one for its matrices.
+    matrices = layer_matrices(model) if config.optimizer == "muon" else 0
+    sizes = {"policy": (policy, 2 * policy - matrices)}
+    if critic:
+        sizes["critic"] = critic, 2 * critic - matrices
     shared = {
         "sampler copy": policy * e,
         "reference copy": policy * e if config.kl_coef else 0,
@@ -85,19 +93,28 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     }
     sampling = {"KV cache": 0.0} | rollout_parts(model, config, e)
     moments = {"rollout": states(sizes, config, "") | sampling | shared}
-    free = memory - Plan(moments, memory).total("rollout")
-    moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
     shared["other"] += step_scalars(config, bool(critic))
     if config.async_steps:  # the next rollout runs while this step trains
-        at_once = max(sampling["layer at work"], sampling["head at work"])
-        shared["rollout beside it"] = moments["rollout"]["KV cache"] + at_once
+        shared["rollout beside it"] = max(sampling["layer at work"], sampling["head at work"])
     for name in reversed(sizes):  # the critic first, as in a step
         work = training_parts(model, config, e, layer, is_policy=name == "policy")
         moments[f"{name} backward"] = states(sizes, config, name) | work | shared
-        # torch's AdamW holds the root of one moment for all parameters while it steps.
-        step = {"layer at work": sizes[name] / config.nproc * FLOAT, "head at work": 0}
+        # torch's AdamW holds the root of one moment for all its parameters while it steps.
+        roots = (sizes[name][0] - matrices) / config.nproc * FLOAT
+        step = {"layer at work": roots, "head at work": 0}
         moments[f"{name} step"] = states(sizes, config, name, stepping=True) | step | shared
-    return Plan(moments, memory)
+    plan = Plan(moments, memory, host_bytes(sizes, config))
+    # Beside an update, the cache is there at every moment: the tightest one decides.
+    free = memory - plan.total(plan.peak if config.async_steps else "rollout")
+    moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
+    for parts in list(moments.values())[1:] if config.async_steps else []:
+        parts["rollout beside it"] += moments["rollout"]["KV cache"]
+    return plan
+
+
+def bytes_per_activation(config: Config) -> int:
+    """Bytes of a number in the compute dtype."""
+    return 4 if config.dtype == "float32" else 2
 
 
 def parameters(model: PretrainedConfig) -> tuple[int, int, int]:
@@ -108,28 +125,56 @@ def parameters(model: PretrainedConfig) -> tuple[int, int, int]:
     return count(whole), count(whole.model), count(whole.model.layers[0])
 
 
-def states(sizes: dict[str, int], config: Config, working: str, stepping: bool = False) -> Parts:
-    """Float32 masters, gradients and AdamW's moments of both models, sharded over the GPUs.
+def layer_matrices(model: PretrainedConfig) -> int:
+    """Number of parameters that --optimizer muon gives to Muon, in each of the two models."""
+    with torch.device("meta"):
+        layer = Layer(model)
+    return model.num_hidden_layers * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+
+
+def states(
+    sizes: dict[str, tuple[int, int]], config: Config, working: str, stepping: bool = False
+) -> Parts:
+    """Float32 masters, gradients and moments of both models, sharded over the GPUs.
 
     Only the model at work has gradients. --offload keeps the moments of a model on the host outside
     its optimizer step (optimizer), and the weights of a model that is not at work as well (idle).
     """
     parts = {}
-    for name, size in sizes.items():
+    for name, (size, moments) in sizes.items():
         mine, at_work = size / config.nproc, name == working
         weights_here = at_work or config.offload != "idle"
         moments_here = (at_work and stepping) or config.offload == "none"
         parts[f"{name} weights"] = mine * FLOAT * weights_here
         parts[f"{name} gradients"] = mine * FLOAT * at_work
-        parts[f"{name} optimizer"] = mine * MOMENTS * moments_here
+        parts[f"{name} optimizer"] = moments / config.nproc * FLOAT * moments_here
     return parts
+
+
+def host_bytes(sizes: dict[str, tuple[int, int]], config: Config) -> float:
+    """What --offload keeps on the host during a rollout, of all GPUs: then no model is at work."""
+    total = lambda offload: sum(states(sizes, replace(config, offload=offload), "").values())
+    return config.nproc * (total("none") - total(config.offload))
+
+
+def token_bytes(model: PretrainedConfig, e: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * e
+
+
+def cache_tokens(model: PretrainedConfig, config: Config, memory: float) -> int:
+    """The plan's KV cache in tokens: the bound that a sampler needs which runs beside an update,
+    because what is free when it starts is not what will be.
+    """
+    bytes_ = make_plan(model, config, memory).moments["rollout"]["KV cache"]
+    return int(bytes_ / token_bytes(model, bytes_per_activation(config)))
 
 
 def cache_bytes(model: PretrainedConfig, config: Config, e: int, free: float) -> float:
     """The most that keys and values take: --kv-cache-tokens, or four fifths of the `free` bytes but
     one longest sequence at least; never more than all slots can fill.
     """
-    token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * e
+    token = token_bytes(model, e)
     bound = config.kv_cache_tokens * token or max(0.8 * free, longest(config) * token)
     return min(bound, config.slots * longest(config) * token)
 
@@ -256,9 +301,36 @@ def gpu_memory(config: Config) -> float:
     return 80 * GB
 
 
+def machine_memory(device: torch.device, nproc: int) -> float:
+    """Bytes of this GPU, or this process's share of the machine's RAM."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory() / nproc
+
+
+def host_memory() -> float:
+    """Bytes of RAM of this machine."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def concern(model: PretrainedConfig, config: Config, device: torch.device) -> str:
+    """A sentence if this machine has too little memory by plan, else "". A plan is no measurement,
+    so nothing is refused for it.
+    """
+    plan = make_plan(model, config, machine_memory(device, config.nproc))
+    if not plan.fits:
+        return f"by plan {plan.verdict()}; --plan shows where it goes and what to change."
+    if plan.host > host_memory():
+        return (
+            f"--offload {config.offload} keeps {plan.host / GB:.1f} GB on the host, which has "
+            f"{host_memory() / GB:.0f}; --plan shows the rest."
+        )
+    return ""
+
+
 def next_change(config: Config, moment: str) -> dict:
     """The cheapest change not yet made that lowers the need at this moment; empty: none is left."""
-    cached = config.kv_cache_tokens or config.async_steps * config.slots * longest(config)
+    cached = config.kv_cache_tokens
     if (moment == "rollout" or config.async_steps) and cached > longest(config):
         return {"kv_cache_tokens": max(longest(config), cached // 2)}
     if moment.endswith("backward"):
@@ -305,5 +377,7 @@ def run(config: Config) -> None:
         f"{config.algorithm} on {config.nproc} GPU(s), micro-batches of at most "
         f"{micro_batch_tokens(config)} tokens\n\n{plan.table()}\n\n{plan.verdict()}"
     )
+    if plan.host:
+        print(f"--offload {config.offload} keeps up to {plan.host / GB:.1f} GB on the host")
     if not plan.fits:
         raise SystemExit(f"error: this does not fit; {advice(model, config, memory)}.")

@@ -14,12 +14,13 @@ from typing import IO
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import books
 import checkpoint
 import distributed
 import losses
+import plan
 from checkpoint import State
 from config import ROOT, Config, ConfigError
 from data import (
@@ -32,7 +33,7 @@ from data import (
     vocabulary_size,
 )
 from distributed import print0
-from model import Transformer, limit_threads, local_folder
+from model import Transformer, limit_threads, load_config, local_folder
 from optimizer import leave, make_optimizers
 from rewards import ANSWERS, Verifier
 from rollout import Sampler
@@ -81,6 +82,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
     if config.async_steps and distributed.world_size() > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
+    if concern := plan.concern(load_config(start), config, device):
+        print0(f"WARNING: {concern}", file=sys.stderr)
     folder = open_run_directory(config)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
@@ -177,7 +180,7 @@ def begin(
         stop_ids(start, tokenizer),
         config.slots,
         tokenizer,
-        kv_cache_tokens=config.kv_cache_tokens,
+        kv_cache_tokens=cache_bound(whole.config, config, device),
         prefill_chunk_tokens=config.prefill_chunk_tokens,
     )
     state = State(
@@ -202,6 +205,15 @@ def begin(
     for model, optimizers in state.trained:
         leave(model, optimizers, config)
     return state
+
+
+def cache_bound(shape: PretrainedConfig, config: Config, device: torch.device) -> int:
+    """--kv-cache-tokens; where that is left to the sampler and an update runs beside it on the same
+    GPU, what the plan leaves for it. 0: what is free when sampling starts.
+    """
+    if config.kv_cache_tokens or not config.async_steps or device.type == "cpu":
+        return config.kv_cache_tokens
+    return plan.cache_tokens(shape, config, plan.machine_memory(device, config.nproc))
 
 
 def prepare(model: nn.Module, device: torch.device, config: Config) -> nn.Module:

@@ -21,8 +21,10 @@ import rollout
 import start
 import train
 from config import parse
+from critic import Critic
 from losses import ALGORITHMS
 from model import Layer, Transformer
+from optimizer import make_optimizers
 
 ROOT = Path(__file__).parent.parent
 GB = 1e9
@@ -329,9 +331,70 @@ def test_beside_an_update_the_rollout_counts_in_every_moment():
         assert beside.total(moment) - alone.total(moment) >= cache
 
 
-def test_an_unbounded_cache_beside_an_update_is_refused_with_a_bound_that_fits():
+def test_a_cache_without_a_bound_leaves_room_for_the_update_beside_it(monkeypatch):
+    """The sampler took four fifths of what was free before the update beside it had begun."""
     config = recipe(
         "justrl2-qwen2.5-0.5b-gsm8k-1gpu", "--is-mode=icepop", "--async-steps=1", "--slots=2000"
     )
-    assert not plan.make_plan(QWEN2_5_0_5B, config, 32 * GB).fits
-    assert "--kv-cache-tokens" in plan.advice(QWEN2_5_0_5B, config, 32 * GB)
+    whole = plan.make_plan(QWEN2_5_0_5B, config, 32 * GB)
+    cache = whole.moments["rollout"]["KV cache"]
+    alone = plan.make_plan(QWEN2_5_0_5B, replace(config, async_steps=0), 32 * GB)
+    assert whole.fits and 0 < cache < alone.moments["rollout"]["KV cache"]
+    assert cache == pytest.approx(0.8 * (32 * GB - whole.total(whole.peak) + cache))
+    # The sampler on a GPU gets that bound, any other its own.
+    monkeypatch.setattr(plan, "machine_memory", lambda *_: 32 * GB)
+    bound = lambda config, kind: start.cache_bound(QWEN2_5_0_5B, config, torch.device(kind))
+    assert bound(config, "cuda") == pytest.approx(cache / (24 * 2 * 2 * 64 * 2), abs=1)
+    assert bound(config, "cpu") == bound(replace(config, async_steps=0), "cuda") == 0
+    assert bound(replace(config, kv_cache_tokens=9999), "cuda") == 9999
+    # Where not even one longest sequence has room beside the update, flags are named that fit.
+    config.slots = 64
+    assert not plan.make_plan(QWEN2_5_0_5B, config, 14 * GB).fits
+    assert plan.advice(QWEN2_5_0_5B, config, 14 * GB).startswith("set --")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_and_what_offload_keeps_on_the_host_are_counted(optimizer, small_model):
+    """Muon holds one moment, and was given two; the host's share stood nowhere."""
+    config = parse(["--optimizer", optimizer, "--algorithm", "justrl2"]).resolved(ALGORITHMS)
+    config.dtype = "float32"
+    models = [Transformer.from_pretrained(small_model), Critic.from_policy(small_model, 0.5)]
+    moments, weights = [], []
+    for model in models:
+        optimizers = make_optimizers(model, 1e-3, config)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for each in optimizers:
+            each.step()
+        states = [x for o in optimizers for s in o.state.values() for x in s.values() if x.ndim]
+        moments.append(sum(x.nbytes for x in states))
+        weights.append(sum(p.nbytes for p in model.parameters()))
+    shape = plan.read_shape(str(small_model))
+    of = lambda **changes: plan.make_plan(shape, replace(config, **changes), GB)
+    parts = of().moments["rollout"]
+    assert [parts["policy optimizer"], parts["critic optimizer"]] == moments
+    hosts = [of(offload=offload).host for offload in ("none", "optimizer", "idle")]
+    assert hosts == [0, sum(moments), sum(moments) + sum(weights)]
+    assert of(offload="idle", nproc=2).host == hosts[2]  # of all ranks together
+
+
+def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
+    random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    flags = f"--model {random_tiny_model} --eval-data= --steps 1 --algorithm grpo --slots 8"
+    flags += " --prompts-per-step 2 --group-size 2 --max-response-tokens 16 --max-refills 0"
+    begin = lambda name, *more: train.main(
+        [*flags.split(), *more, "--output-dir", str(tmp_path / name)]
+    )
+    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    begin("fits")
+    assert "by plan" not in capsys.readouterr().err
+    monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)
+    begin("does-not")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "by plan" in line)
+    assert line.startswith("WARNING: ") and "does not fit" in line and "--plan" in line
+    assert (tmp_path / "does-not/checkpoints/step_000001").exists()
+    monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
+    monkeypatch.setattr(plan, "host_memory", lambda: 1e5)
+    begin("host", "--offload", "idle")
+    assert "--offload idle keeps" in capsys.readouterr().err
