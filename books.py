@@ -29,6 +29,7 @@ from data import Batch, Rollout
 from distributed import print0
 from rewards import has_format
 from rollout import Collected, has_signal
+from scores import pass_at_k
 from verify import UNDECIDED
 
 
@@ -153,6 +154,19 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
     return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Of graded groups of one size: accuracy, and pass@k for the powers of two up to that size."""
+    ended, n = [r for group in groups for r in group], len(groups[0])
+    mean = lambda xs: sum(xs) / len(xs)
+    right = [sum(r.correct == 1 for r in group) for group in groups]
+    metrics = {"accuracy": mean([r.correct for r in ended])}
+    for k in (2**i for i in range(n.bit_length())):
+        metrics[f"pass_at_{k}"] = mean([pass_at_k(n, c, k) for c in right])
+    metrics["response_length_mean"] = mean([len(r.response_ids) for r in ended])
+    metrics["truncated_share"] = mean([r.finish_reason == "length" for r in ended])
+    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def version_lag(groups: Sequence[Sequence[Rollout]], version: int) -> float:

@@ -424,9 +424,16 @@ def read_stored(output_dir: str) -> dict[str, Any]:
 def _parse(parser: HfArgumentParser, fields_: Mapping[str, Any], rest: list[str]) -> Config:
     # Fields as flags in front of the user's own: one parser converts both, and the later one wins.
     flags = [f"--{name}={value}" for name, value in fields_.items() if value is not None]
-    config, *_, unknown = parser.parse_args_into_dataclasses(
-        args=flags + rest, return_remaining_strings=True, look_for_args_file=False
+    return from_flags(parser, flags + rest)
+
+
+def from_flags(parser: HfArgumentParser, argv: Sequence[str] | None) -> Any:
+    """The dataclass of a parser; raises ConfigError for unknown flags, exits with usage on a bad
+    value. None: the flags of this process.
+    """
+    options, *_, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         raise ConfigError(f"unknown arguments: {' '.join(unknown)}; `--help` lists the flags.")
-    return config
+    return options

@@ -32,7 +32,7 @@ from transformers import HfArgumentParser
 
 import distributed
 import overlap
-from config import CHOICES, ROOT, ConfigError
+from config import CHOICES, ROOT, ConfigError, from_flags
 from data import (
     LABEL_COLUMNS,
     PROMPT_COLUMNS,
@@ -666,11 +666,9 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> CurateConfig:
-    """CurateConfig from flags; raises ConfigError, exits with usage on an unknown flag."""
-    parser = HfArgumentParser(
-        CurateConfig, allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
-    )
-    (config,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    """Checked CurateConfig from flags; ConfigError for what cannot run."""
+    about = (__doc__ or "").splitlines()[0]
+    config = from_flags(HfArgumentParser(CurateConfig, allow_abbrev=False, description=about), argv)
     config.check()
     return config
 

@@ -28,7 +28,7 @@ import rewards
 import sandbox
 import verify
 from books import append, is_repetitive, sample_row
-from config import CHOICES, ROOT, ConfigError
+from config import CHOICES, ROOT, ConfigError, from_flags
 from data import (
     Problem,
     Rollout,
@@ -509,12 +509,8 @@ def draw(options: Options, report: dict, file: Path) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Checked options from flags; ConfigError for what cannot run."""
-    parser = HfArgumentParser(Options, allow_abbrev=False, description=__doc__.splitlines()[0])
-    options, *_, unknown = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        raise ConfigError(f"unknown arguments: {' '.join(unknown)}; `--help` lists the flags.")
+    about = (__doc__ or "").splitlines()[0]
+    options = from_flags(HfArgumentParser(Options, allow_abbrev=False, description=about), argv)
     options.check()
     return options
 

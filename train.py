@@ -46,7 +46,6 @@ from forward import LOSSES, micro_batches, score_critic, score_policy
 from optimizer import at_work, optimizer_step
 from replay import replay, save_replay
 from rewards import has_format
-from scores import pass_at_k
 from start import Run, set_up
 
 # A run that kept no group for so many steps in a row learns nothing and stops.
@@ -413,17 +412,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}
-    ended = [r for group in groups for r in group]
-    sizes = [2**i for i in range(config.eval_samples.bit_length()) if 2**i <= config.eval_samples]
-    right = [sum(r.correct == 1 for r in group) for group in groups]
-    chance = lambda k: sum(pass_at_k(config.eval_samples, c, k) for c in right) / len(right)
-    return {
-        "eval/accuracy": sum(r.correct for r in ended) / len(ended),
-        **{f"eval/pass_at_{k}": chance(k) for k in sizes},
-        "eval/response_length_mean": sum(len(r.response_ids) for r in ended) / len(ended),
-        "eval/truncated_share": sum(r.finish_reason == "length" for r in ended) / len(ended),
-        "eval/seconds": time.perf_counter() - start,
-    }
+    return books.evaluation_metrics(groups) | {"eval/seconds": time.perf_counter() - start}
 
 
 def train(config: Config, device: torch.device) -> Path:

@@ -294,6 +294,16 @@ def poison(monkeypatch, part, change):
     monkeypatch.setattr(train, f"update_{part}", poisoned)
 
 
+def stopped(folder, part, change, match, *flags, model):
+    """A run of three steps that ends at the second update with this message; the file for --replay
+    that it leaves.
+    """
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=match):
+        poison(patch, part, change)
+        run(folder, "--steps", 3, "--num-critic-only-steps", 0, *flags, model=model)
+    return folder / "nonfinite_step_000002/minibatch.pt"
+
+
 @pytest.mark.parametrize(
     ("part", "parameter", "value", "words"),
     [
@@ -330,16 +340,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_can_be_replayed(
 
 
 def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
-    random_tiny_model, tmp_path, monkeypatch, capsys
+    random_tiny_model, tmp_path, capsys
 ):
     def change(state, batch, advantages, old_logprobs):
         advantages[5, 2] = float("inf")
 
-    poison(monkeypatch, "policy", change)
-    with pytest.raises(SystemExit, match="policy is not finite in step 2: 1 tokens"):
-        run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
-    monkeypatch.undo()
-    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    grpo, match = ["--algorithm", "grpo"], "policy is not finite in step 2: 1 tokens"
+    file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
     (row,) = (~torch.isfinite(saved["given"]["advantages"])).any(1).nonzero()[0].tolist()
     train.main(["--replay", str(file)])
@@ -351,7 +358,7 @@ def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
 
 
 def test_a_reference_that_is_not_finite_stops_the_run_and_is_named_by_the_replay(
-    random_tiny_model, tmp_path, monkeypatch, capsys
+    random_tiny_model, tmp_path, capsys
 ):
     """Its log-probs were taken as a KL of 0, without a word."""
 
@@ -359,20 +366,14 @@ def test_a_reference_that_is_not_finite_stops_the_run_and_is_named_by_the_replay
         with torch.no_grad():
             state.reference.lm_head.weight[7] = float("nan")
 
-    poison(monkeypatch, "policy", change)
-    flags = "--steps 3 --algorithm grpo --kl-coef 0.1".split()
-    with pytest.raises(SystemExit, match="policy is not finite in step 2"):
-        run(tmp_path / "r", *flags, model=random_tiny_model)
-    monkeypatch.undo()
-    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    flags, match = ["--algorithm", "grpo", "--kl-coef", 0.1], "policy is not finite in step 2"
+    file = stopped(tmp_path / "r", "policy", change, match, *flags, model=random_tiny_model)
     train.main(["--replay", str(file)])
     output = capsys.readouterr().out
     assert "ref_logprobs of problem" in output and "weight" not in output
 
 
-def test_a_gradient_that_is_not_finite_is_replayed_too(
-    random_tiny_model, tmp_path, monkeypatch, capsys
-):
+def test_a_gradient_that_is_not_finite_is_replayed_too(random_tiny_model, tmp_path, capsys):
     """Finite losses whose gradient overflows: the whole minibatch is saved."""
 
     def change(state, batch, values, returns):
@@ -380,25 +381,18 @@ def test_a_gradient_that_is_not_finite_is_replayed_too(
         with torch.no_grad():
             state.critic.model.norm.weight *= 100
 
-    poison(monkeypatch, "critic", change)
-    flags = "--steps 3 --num-critic-only-steps 0 --value-clip 1e30".split()
-    with pytest.raises(SystemExit, match="gradient norm of the Critic is inf"):
-        run(tmp_path / "r", *flags, model=random_tiny_model)
-    monkeypatch.undo()
-    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    flags, match = ["--value-clip", 1e30], "gradient norm of the Critic is inf"
+    file = stopped(tmp_path / "r", "critic", change, match, *flags, model=random_tiny_model)
     train.main(["--replay", str(file)])
     assert "gradient norm inf" in capsys.readouterr().out
 
 
-def test_a_replay_that_is_finite_says_so(random_tiny_model, tmp_path, monkeypatch):
+def test_a_replay_that_is_finite_says_so(random_tiny_model, tmp_path):
     def change(state, batch, advantages, old_logprobs):
         advantages[0, 0] = float("nan")
 
-    poison(monkeypatch, "policy", change)
-    with pytest.raises(SystemExit, match="not finite"):
-        run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
-    monkeypatch.undo()
-    file = tmp_path / "r/nonfinite_step_000002/minibatch.pt"
+    grpo, match = ["--algorithm", "grpo"], "not finite"
+    file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
     saved["given"]["advantages"].nan_to_num_()
     torch.save(saved, file)
