@@ -313,13 +313,15 @@ def host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def concern(model: PretrainedConfig, config: Config, device: torch.device) -> str:
+def concern(model: PretrainedConfig, config: Config, device: torch.device, ranks: int) -> str:
     """A sentence if this machine has too little memory by plan, else "". A plan is no measurement,
-    so nothing is refused for it.
+    so nothing is refused for it. ranks: those there are, which torchrun may have started.
     """
-    plan = make_plan(model, config, machine_memory(device, config.nproc))
+    config = replace(config, nproc=ranks)
+    plan = make_plan(model, config, machine_memory(device, ranks))
     if not plan.fits:
-        return f"by plan {plan.verdict()}; --plan shows where it goes and what to change."
+        here = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
+        return f"by plan {plan.verdict()}; {here} shows where it goes and what to change."
     if plan.host > host_memory():
         return (
             f"--offload {config.offload} keeps {plan.host / GB:.1f} GB on the host, which has "

@@ -80,9 +80,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         config.head_dtype = config.dtype
     if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
         raise ConfigError("--reward majority compares answers: math and choice problems have one.")
-    if config.async_steps and distributed.world_size() > 1:
+    ranks = distributed.world_size()
+    if config.async_steps and ranks > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
-    if concern := plan.concern(load_config(start), config, device):
+    if concern := plan.concern(load_config(start), config, device, ranks):
         print0(f"WARNING: {concern}", file=sys.stderr)
     folder = open_run_directory(config)
     lock = lock_directory(folder)

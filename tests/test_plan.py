@@ -378,6 +378,14 @@ def test_moments_and_what_offload_keeps_on_the_host_are_counted(optimizer, small
     assert of(offload="idle", nproc=2).host == hosts[2]  # of all ranks together
 
 
+def test_a_start_counts_the_ranks_of_torchrun(monkeypatch):
+    """Under torchrun --nproc is 1, and a run on eight GPUs would be warned of as if on one."""
+    monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
+    config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1")
+    concern = lambda ranks: plan.concern(MINICPM5_2B, config, torch.device("cuda"), ranks)
+    assert concern(8) == "" and "does not fit" in concern(1)
+
+
 def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
     random_tiny_model, tmp_path, monkeypatch, capsys
 ):
@@ -392,7 +400,10 @@ def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)
     begin("does-not")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "by plan" in line)
-    assert line.startswith("WARNING: ") and "does not fit" in line and "--plan" in line
+    verdict, command = line.removeprefix("WARNING: by plan ").split(" shows")[0].split("; ")
+    with pytest.raises(SystemExit, match="this does not fit"):
+        begin("plan", *command.split())
+    assert verdict in capsys.readouterr().out and "does not fit" in verdict
     assert (tmp_path / "does-not/checkpoints/step_000001").exists()
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
     monkeypatch.setattr(plan, "host_memory", lambda: 1e5)
