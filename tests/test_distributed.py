@@ -139,6 +139,26 @@ def test_two_ranks_compute_in_bf16_what_one_computes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("fault", "end"),
+    [
+        (ValueError("what to do"), "error: what to do"),
+        (FloatingPointError("step 2"), "error: step 2"),
+        (KeyboardInterrupt(), "stopped"),
+        (SystemExit(3), 3),
+    ],
+)
+def test_a_command_ends_with_one_sentence(fault, end):
+    with pytest.raises(SystemExit) as left, distributed.command("stopped"):
+        raise fault
+    assert left.value.code == end
+
+
+def test_a_fault_of_the_code_is_no_sentence():
+    with pytest.raises(ZeroDivisionError), distributed.command("stopped"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
     ("world", "expected"),
     [(None, 8), ("1", 8), ("2", 0)],
     ids=["python train.py", "torchrun train.py", "torchrun --nproc-per-node 2 train.py"],
