@@ -5,11 +5,11 @@ One step, in the order of the method:
     1 collect   sample groups, verify, keep those with signal          rollout.collect
     2 shape     actor reward = mix + overlong penalty; critic: mix     shape_rewards
     3 pack      micro-batches without padding                          forward.micro_batches
-    4 value     V of every token, before the critic moves              score_critic
+    4 value     V of every token, before the critic moves              forward.score_critic
     5 advantage by the algorithm; whitening is a step of its own       compute_advantages
     6 critic    one or more updates towards the raw reward             update_critic
-    7 policy    old log-probs, then one or more updates of the         score_policy, update_policy
-                surrogate, once the critic is warm
+    7 policy    old log-probs, then one or more updates of the         forward.score_policy,
+                surrogate, once the critic is warm                     update_policy
     8 books     metrics, samples, checkpoint, evaluation               train
 
 The scalars of a step are held whole on every rank, so statistics and denominators are global
