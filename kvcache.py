@@ -4,15 +4,15 @@ Memory grows with the tokens that are held, not with slots x longest response, a
 begin alike share the pages of their beginning: a prompt is held, and on a CPU read, once per group.
 """
 
-import heapq
 import inspect
-from collections import defaultdict
+from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,18 +22,29 @@ from torch.nn.attention.varlen import varlen_attn
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class Part(NamedTuple):
+    """Some pages of the pool, each read by R rows; a "row" here is one KV head of a sequence."""
+
+    pages: slice | Tensor  # P of them
+    readers: Tensor  # (P * R,) int64: rows whose queries meet each page; any row if fewer than R do
+    takers: Tensor  # (P * R,) int64: rows that get the outcome; one behind the last for none
+
+
 class View(NamedTuple):
-    """Which pages the rows of a decode batch read: B rows, P pages of the pool, S shared pages."""
+    """Which pages the rows of a decode batch read. B rows, at most W pages each, H heads.
+
+    `gather` and `scatter` are of plain decoding: scores, computed page by page, one line of `page`
+    for every head that reads it, are put in the order of the rows, and back.
+    """
 
     table: Tensor  # (B, W) int32: the pages of each row, in order
-    owners: Tensor  # (P,) int64: the one row that reads a page
-    starts: Tensor  # (P,) int64: position of its first token in that row; huge: nobody reads it
-    shared: Tensor  # (S,) int64: full pages that several rows read
-    sharers: Tensor  # (S, R) int64: those rows, -1 where there are fewer than R
+    parts: Sequence[Part] = ()  # those with one reader, then those with several
+    gather: Tensor | None = None  # (B * H * W,) int64: the line of scores for head and page
+    scatter: Tensor | None = None  # (lines,) int64: the opposite way
 
 
 class KVCache:
-    """A pool of pages of `page` tokens, at most `max_pages`, that grows on demand.
+    """A pool of pages of `page` tokens that grows on demand; at most `max_pages` can be taken.
 
     keys[layer], values[layer]: (pages, kv_heads, page, d) in the compute dtype of the decoder.
     """
@@ -52,10 +63,10 @@ class KVCache:
     ):
         self.page, self.max_pages = page, max_pages
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        new = lambda: torch.zeros(0, kv_heads, page, size, dtype=dtype, device=device)
+        new = lambda: torch.zeros(1, kv_heads, page, size, dtype=dtype, device=device)
         self.keys, self.values = ([new() for _ in range(layers)] for _ in range(2))
-        self.users: list[int] = []  # of every page of the pool
-        self.free: list[int] = []  # heap: the lowest page first keeps the used ones together
+        self.users = [1]  # of every page of the pool; page 0 stands for none and is nobody's
+        self.free: list[int] = []  # ascending
         self.kernel = paged_kernel() if new().is_cuda and dtype != torch.float32 else None
 
     # -- pages
@@ -63,17 +74,23 @@ class KVCache:
     @property
     def available(self) -> int:
         """Pages that can still be taken."""
-        return self.max_pages - len(self.users) + len(self.free)
+        return self.max_pages + 1 - len(self.users) + len(self.free)
 
     def pages(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page)
 
-    def take(self, count: int) -> list[int]:
-        """Pages for one user; at most `available`."""
+    def take(self, count: int, shared: bool = False) -> list[int]:
+        """Pages for one user, who will share them or not; at most `available`.
+
+        The lowest free ones, or the highest: both kinds keep together, because plain decoding reads
+        all pages between the first and the last of a kind.
+        """
         if count > len(self.free):
             self._grow(len(self.users) + count - len(self.free))
-        taken = [heapq.heappop(self.free) for _ in range(count)]
+        cut = len(self.free) - count if shared else count
+        low, high = self.free[:cut], self.free[cut:]
+        taken, self.free = (high, low) if shared else (low, high)
         for p in taken:
             self.users[p] = 1
         return taken
@@ -89,18 +106,17 @@ class KVCache:
         for p in pages:
             self.users[p] -= 1
             if not self.users[p]:
-                heapq.heappush(self.free, p)
+                insort(self.free, p)
 
     def _grow(self, least: int) -> None:
-        """Enlarge the pool by a half, layer by layer: both copies of all layers may not fit."""
+        """Double the pool, layer by layer: both copies of all layers may not fit."""
         old = len(self.users)
-        new = min(self.max_pages, max(least, old * 3 // 2, 64))
+        new = min(self.max_pages + 1, max(least, 2 * old, 64))
         for store in (self.keys, self.values):
             for layer, tensor in enumerate(store):
                 store[layer] = F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, new - old))
         self.users += [0] * (new - old)
-        for p in range(old, new):
-            heapq.heappush(self.free, p)
+        self.free += range(old, new)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Fill pages with the content of others: (source, target) pairs."""
@@ -108,21 +124,6 @@ class KVCache:
             sources, targets = map(list, zip(*pairs, strict=True))
             for tensor in self.keys + self.values:
                 tensor[targets] = tensor[sources]
-
-    def tidy(self, tables: Sequence[list[int]]) -> None:
-        """Move the used pages to the front if most are holes; `tables`, all lists of pages in use,
-        follow in place. Plain decoding reads the pool up to its last used page.
-        """
-        used = [p for p, users in enumerate(self.users) if users]
-        if self.kernel or 2 * len(used) > used[-1]:
-            return
-        for tensor in self.keys + self.values:
-            tensor[: len(used)] = tensor[used]
-        moved = {p: i for i, p in enumerate(used)}
-        for table in tables:
-            table[:] = [moved[p] for p in table]
-        self.users = [self.users[p] for p in used] + [0] * (len(self.users) - len(used))
-        self.free = list(range(len(used), len(self.users)))
 
     # -- attention
 
@@ -171,23 +172,40 @@ class KVCache:
 
     def view(self, tables: Sequence[list[int]], shared: Sequence[int]) -> View:
         """Page table of a decode batch; the first shared[i] pages of row i have other readers."""
-        used = 1 + max(max(pages) for pages in tables)
-        owners, starts = [0] * used, [1 << 62] * used
-        sharers: dict[int, list[int]] = defaultdict(list)
-        for row, (pages, count) in enumerate(zip(tables, shared, strict=True)):
-            for i, p in enumerate(pages):
-                if i < count:
-                    sharers[p].append(row)
-                else:
-                    owners[p], starts[p] = row, i * self.page
-        tensor = partial(torch.tensor, device=self.keys[0].device)
-        return View(
-            tensor(padded(tables, 0), dtype=torch.int32),
-            tensor(owners),
-            tensor(starts),
-            tensor(list(sharers), dtype=torch.long),
-            tensor(padded(list(sharers.values()), -1), dtype=torch.long),
-        )
+        table = np.array(padded(tables, 0))
+        tensor = partial(torch.as_tensor, device=self.keys[0].device)
+        if self.kernel:
+            return View(tensor(table, dtype=torch.int32))
+        (rows, width), group = table.shape, self.heads // self.kv_heads
+        column, kv_head = np.arange(width), np.arange(self.kv_heads)[:, None]
+        held = column < np.array([len(pages) for pages in tables])[:, None]
+        common = column < np.array(shared)[:, None]
+        parts, count = [], 0
+        # The line of scores of a page and reader: its first head; how far on the next KV head is.
+        first, apart = np.zeros_like(table), np.zeros_like(table)
+        for chosen in (held & ~common, common):
+            if not chosen.any():
+                continue
+            pages, which, rank = readers_of(table[chosen])
+            low, high, most = pages[0], pages[-1] + 1, rank.max() + 1
+            where = tensor(pages)
+            if high - low < 2 * len(pages):  # reading others in vain beats copying
+                where, which = slice(low, high), table[chosen] - low
+            readers = np.full((which.max() + 1, most), rows)
+            readers[which, rank] = chosen.nonzero()[0]
+            by_head = (readers[:, None] * self.kv_heads + kv_head).ravel()
+            met = by_head.clip(max=rows * self.kv_heads - 1)
+            parts.append(Part(where, tensor(met), tensor(by_head)))
+            first[chosen] = count + (which * self.kv_heads * most + rank) * group
+            apart[chosen] = most * group
+            count += len(by_head) * group
+        lines = first[:, None, None] + apart[:, None, None] * kv_head[:, None]
+        lines = lines + np.arange(group)[:, None]  # (B, KV, G, W)
+        order = np.arange(lines.size).reshape(lines.shape)
+        held = np.broadcast_to(held[:, None, None], lines.shape)
+        back = np.zeros(count, dtype=np.int64)
+        back[lines[held]] = order[held]
+        return View(tensor(table, dtype=torch.int32), parts, tensor(lines.ravel()), tensor(back))
 
     @torch.no_grad()
     def decode(self, view: View, lengths: Tensor) -> Attend:
@@ -203,7 +221,8 @@ class KVCache:
             ends = (lengths + 1).to(torch.int32)
             one_each = arange(len(lengths) + 1, dtype=torch.int32)
         else:
-            parts = self._parts(view, lengths)
+            unseen = arange(view.table.shape[1] * page) > lengths[:, None]
+            mask = torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
@@ -211,30 +230,20 @@ class KVCache:
             values.view(-1, size).index_copy_(0, cells, v.reshape(-1, size))
             if self.kernel:
                 return self.kernel(q, keys, values, one_each, 1, ends, view.table)
-            read = lambda pool, pages: pool[pages].flatten(0, 1)
-            chosen = [(read(keys, p), read(values, p), *rest) for p, *rest in parts]
-            return attention_by_page(q.reshape(len(q) * kv_heads, -1, size), chosen).view(q.shape)
+            return attention_by_page(q, keys, values, view, mask)
 
         return attend
 
-    def _parts(self, view: View, lengths: Tensor) -> list[tuple[Tensor | slice, Tensor, Tensor]]:
-        """Pages, readers and mask for `attention_by_page`: the rows' own pages, the shared ones."""
-        kv_heads = torch.arange(self.kv_heads, device=lengths.device)[:, None]
-        readers = lambda rows: (rows[:, None] * self.kv_heads + kv_heads).flatten()
-        masked = lambda hidden: (
-            torch.zeros(hidden.shape, device=hidden.device)
-            .masked_fill_(hidden, -torch.inf)
-            .repeat_interleave(self.kv_heads, 0)
-        )
-        ends = lengths[view.owners] + 1 - view.starts
-        unseen = torch.arange(self.page, device=lengths.device) >= ends[:, None]
-        own = readers(view.owners[:, None]), masked(unseen)[:, None]
-        parts = [(slice(len(view.owners)), *own)]
-        if len(view.shared):
-            absent = (view.sharers < 0).repeat_interleave(self.heads // self.kv_heads, 1)
-            shared = readers(view.sharers.clamp(min=0)), masked(absent)[:, :, None]
-            parts.append((view.shared, *shared))
-        return parts
+
+def readers_of(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every reading of a page (N,): the distinct pages, ascending (P,), which of them it is
+    (N,), and how many readings of that page are before it (N,).
+    """
+    distinct, which, counts = np.unique(pages, return_inverse=True, return_counts=True)
+    rank = np.empty_like(which)
+    starts = np.repeat(counts.cumsum() - counts, counts)
+    rank[np.argsort(which, kind="stable")] = np.arange(len(which)) - starts
+    return distinct, which, rank
 
 
 def padded(rows: Sequence[list[int]], fill: int) -> list[list[int]]:
@@ -243,27 +252,30 @@ def padded(rows: Sequence[list[int]], fill: int) -> list[list[int]]:
     return [row + [fill] * (width - len(row)) for row in rows]
 
 
-def attention_by_page(q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
-    """Softmax attention of q (B, G, d), summed page by page: no page is copied, none is padded.
+def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask: Tensor) -> Tensor:
+    """Softmax attention of one query per row that copies no key and pads none, only scores.
 
-    A part is keys and values (P, page, d); readers (P * R,), the rows of q that read each page; and
-    a mask added to the scores (P, R * G, page), where sizes of 1 expand. Returns (B, G, d).
+    q (B, H, d); keys, values (pages, KV, page, d); mask (B, W * page) is added to the scores.
+    Returns (B, H, d). Computes in at least float32.
     """
-    rows, group, size = q.shape
-    top = q.new_full((rows, group), -torch.inf, dtype=torch.float32)
-    total, out = torch.zeros_like(top), top.new_zeros(rows, group * size)
+    (rows, heads, size), (_, kv_heads, page, _) = q.shape, keys.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = (q.to(wide) * size**-0.5).reshape(rows * kv_heads, -1)
+    out = queries.new_zeros(len(queries) + kv_heads, queries.shape[1])
+    read = lambda pool, part: pool[part.pages].flatten(0, 1).to(wide)
     scores = []
-    for keys, _, readers, mask in parts:
-        queries = q.view(rows, -1).index_select(0, readers).view(len(keys), -1, size)
-        score = torch.baddbmm(mask, queries.float(), keys.mT.float(), alpha=size**-0.5)
-        highest = score.amax(-1).view(-1, group)
-        top.scatter_reduce_(0, readers[:, None].expand(-1, group), highest, "amax")
-        scores.append(score)
-    for (keys, values, readers, _), score in zip(parts, scores, strict=True):
-        weights = score.sub_(top.index_select(0, readers).view(len(keys), -1, 1)).exp_()
-        total.index_add_(0, readers, weights.sum(-1).view(-1, group))
-        out.index_add_(0, readers, torch.bmm(weights, values.float()).view(len(readers), -1))
-    return (out.view(q.shape) / total[:, :, None]).to(q.dtype)
+    for part in view.parts:
+        k = read(keys, part)
+        met = queries.index_select(0, part.readers).view(len(k), -1, size)
+        scores.append(torch.bmm(met, k.mT).view(-1, page))
+    counts = [len(x) for x in scores]
+    by_row = torch.cat(scores).index_select(0, view.gather).view(rows, heads, -1)
+    weights = by_row.add_(mask[:, None]).softmax(-1).view(-1, page).index_select(0, view.scatter)
+    for part, w in zip(view.parts, weights.split(counts), strict=True):
+        v = read(values, part)
+        got = torch.bmm(w.view(len(v), -1, page), v).view(len(part.takers), -1)
+        out.index_add_(0, part.takers, got)
+    return out[: len(queries)].view(q.shape).to(q.dtype)
 
 
 @cache

@@ -11,6 +11,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,8 @@ from tqdm import tqdm
 
 import distributed
 from data import DataOrder, Problem, Rollout, vocabulary_size
-from kvcache import KVCache
+from graphs import Graphs
+from kvcache import KVCache, View
 from model import Transformer, head_size
 from rewards import has_format
 from scheduler import Batch, Job
@@ -101,8 +103,10 @@ def draw(
     logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, -1)
     if temperature > 0:
         kept = truncation(logprobs) if truncation else logprobs
-        cdf = kept.double().exp().cumsum(-1)  # a float32 sum of 130k terms would move the edges
+        cdf = kept.exp().double().cumsum(-1)  # a float32 sum of 130k terms would move the edges
         tokens = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+        # NaN lies behind all: on a GPU an index out of range would end the process for good.
+        tokens = tokens.clamp_(max=logits.shape[1] - 1)
     else:
         tokens = logits.argmax(-1, keepdim=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
@@ -117,6 +121,7 @@ class Sampler:
 
     kv_cache_tokens: most tokens with keys and values at a time; 0: what the memory allows.
     prefill_chunk_tokens: most prompt tokens in one forward. page: tokens per page.
+    cuda_graphs: launch a decode step as one CUDA graph, where a paged kernel runs.
     """
 
     def __init__(
@@ -129,6 +134,7 @@ class Sampler:
         kv_cache_tokens: int = 0,
         prefill_chunk_tokens: int = 8192,
         page: int | None = None,
+        cuda_graphs: bool = False,
     ):
         self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
         self.tokenizer = tokenizer
@@ -137,6 +143,7 @@ class Sampler:
         self.device = model.head_weight.device
         on_gpu = self.device.type == "cuda"
         self.kv_cache_tokens, self.chunk = kv_cache_tokens, prefill_chunk_tokens
+        self.cuda_graphs = cuda_graphs
         self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
         self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
         self.weight_version = 0
@@ -184,25 +191,30 @@ class Sampler:
             self.slots,
             [r for r in rollouts if not r.finished],
         )
+        step = partial(self._step, batch.cache, temperature, truncation)
+        # Frequencies that depend on the length are looked up on the host, which cannot be recorded.
+        fixed = batch.cache.kernel and not self.model.model.rotary.native_length
+        graphs = Graphs(step, batch.cache) if self.cuda_graphs and fixed else None
         left = lambda row: max_new_tokens - len(row.rollout.response_ids)
         stop = False
-        while (batch.queue or batch.rows) and not stop and not self.interrupted:
-            prompts, copies, rests = batch.admit()
-            self._prefill(batch.cache, prompts)
-            batch.cache.copy(copies)
-            self._prefill(batch.cache, rests)
-            steps = min(self.check_every, *map(left, batch.rows))
-            batch.reserve(steps)
-            rows = list(batch.rows)
-            self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
-            tokens, logprobs = self._decode(batch, steps, temperature, truncation)
-            for row, ids, values in zip(rows, tokens, logprobs, strict=True):
-                self._extend(row.rollout, ids, values, max_new_tokens)
-                if row.rollout.finished:
-                    batch.leave(row)
-                    stop = on_finish(row.rollout) or stop
+        with self.model.packed_weights():
+            while (batch.queue or batch.rows) and not stop and not self.interrupted:
+                prompts, copies, rests = batch.admit()
+                self._prefill(batch.cache, prompts)
+                batch.cache.copy(copies)
+                self._prefill(batch.cache, rests)
+                steps = min(self.check_every, *map(left, batch.rows))
+                batch.reserve(steps)
+                rows = list(batch.rows)
+                self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
+                tokens, logprobs = self._decode(batch, steps, graphs or partial(partial, step))
+                for row, ids, values in zip(rows, tokens, logprobs, strict=True):
+                    self._extend(row.rollout, ids, values, max_new_tokens)
+                    if row.rollout.finished:
+                        batch.leave(row)
+                        stop = on_finish(row.rollout) or stop
         self.counts["preempted"] += batch.preempted
-        del batch
+        del batch, step, graphs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the trainer wants the memory
 
@@ -267,27 +279,45 @@ class Sampler:
         self.model.model(ids, positions, cache.prefill(spans))
         self.counts["prefill_tokens"] += len(ids)
 
+    def _step(
+        self,
+        cache: KVCache,
+        temperature: float,
+        truncation: Truncation | None,
+        view: View,
+        last: Tensor,
+        lengths: Tensor,
+        keys: Tensor,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of every row, and its log-prob."""
+        hidden = self.model.model(last, lengths, cache.decode(view, lengths))
+        return draw(self.model.logits(hidden), temperature, uniforms(keys, counts), truncation)
+
     def _decode(
-        self, batch: Batch, steps: int, temperature: float, truncation: Truncation | None
+        self, batch: Batch, steps: int, step_of: Callable[[View], Callable]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The next `steps` tokens of every row, and their log-probs.
 
         The host waits for the device once, at the end: a row that stops early is decoded on, and
-        `_extend` drops what comes after.
+        `_extend` drops what comes after. Raises FloatingPointError if a log-prob is not finite.
         """
         state = [
             (row.last, row.stored, row.rollout.key, len(row.rollout.response_ids))
             for row in batch.rows
         ]
         last, lengths, keys, counts = torch.tensor(state, device=self.device).T.contiguous()
-        view, drawn = batch.view(), []
-        for step in range(steps):
-            attend = batch.cache.decode(view, lengths + step)
-            hidden = self.model.model(last, lengths + step, attend)
-            u = uniforms(keys, counts + step)
-            drawn.append(draw(self.model.logits(hidden), temperature, u, truncation))
+        step, drawn = step_of(batch.view()), []
+        for i in range(steps):
+            drawn.append(step(last, lengths + i, keys, counts + i))
             last = drawn[-1][0]
         tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*drawn, strict=True))
+        for row, values in zip(batch.rows, logprobs, strict=True):
+            if not all(map(math.isfinite, values)):
+                raise FloatingPointError(
+                    f"a sampled log-prob of problem {row.rollout.problem.id} is not finite: the "
+                    "policy has diverged; go back to a checkpoint, with a lower --lr."
+                )
         return tokens, logprobs
 
     def _extend(

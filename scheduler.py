@@ -16,7 +16,7 @@ class Row:
 
     rollout: Rollout
     pages: list[int]
-    shared: int  # so many pages, at the start, are also read by others of its group
+    shared: int  # so many pages, at the start, may also be read by others of its group
 
     @property
     def last(self) -> int:
@@ -66,7 +66,9 @@ class Batch:
                 continue
             self.queue.popleft()
             if not known:
-                self.prompts[id(r.problem)] = self.cache.take(new)
+                full = len(prompt) // self.cache.page
+                pages = self.cache.take(full, shared=True) + self.cache.take(new - full)
+                self.prompts[id(r.problem)] = pages
                 prompts.append((self.prompts[id(r.problem)], 0, prompt))
             row, copied = self._start(r)
             copies += copied
@@ -86,8 +88,7 @@ class Batch:
                 row.pages += self.cache.take(1)
                 copied = [(self.prompts[problem][full], row.pages[full])]
         else:  # the last one keeps the pages
-            pages = self.prompts.pop(problem)
-            row = Row(r, pages, full if any(self.cache.users[p] > 1 for p in pages) else 0)
+            row = Row(r, self.prompts.pop(problem), full)
         row.pages += self.cache.take(self.cache.pages(row.stored) - len(row.pages))
         self.rows.append(row)
         self._view = None
@@ -128,6 +129,5 @@ class Batch:
         """Page table of the rows."""
         if self._view is None:
             tables = [row.pages for row in self.rows]
-            self.cache.tidy([*tables, *self.prompts.values()])
             self._view = self.cache.view(tables, [row.shared for row in self.rows])
         return self._view

@@ -183,8 +183,8 @@ def main():
             tiny, prompts=32, n=8, prompt=256, new=256, stops=True
         ),
         "tiny, equal, 16 + 128": dict(tiny, prompts=64, n=1, prompt=16, new=128, stops=False),
-        "135M shape, 8 rows, equal, 32 + 32": dict(
-            model=SMOLLM2, slots=8, device=device, prompts=8, n=1, prompt=32, new=32, stops=False
+        "135M shape, 8 rows, equal, 32 + 64": dict(
+            model=SMOLLM2, slots=8, device=device, prompts=8, n=1, prompt=32, new=64, stops=False
         ),
     }
     print(

@@ -64,7 +64,7 @@ class ScriptedSampler(Sampler):
     def _forward(self, cache, pieces):
         pass
 
-    def _decode(self, batch, steps, temperature, truncation):
+    def _decode(self, batch, steps, step_of):
         self.live.append(len(batch.rows))
         last = lambda r: len(r.response_ids) + 1 == length_of(r.key)
         tokens = [[EOS if last(row.rollout) else WORD] for row in batch.rows]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 
 import kvcache
-from kvcache import KVCache, attention_by_page, paged_kernel
+from kvcache import KVCache, paged_kernel
 from model import Transformer, packed_attention
 
 V, HEADS, KV_HEADS, SIZE, PAGE = 48, 6, 2, 8, 4
@@ -77,7 +77,6 @@ class Session:
         for name in names:
             count = self.cache.pages(len(self.tokens[name]) + 1) - len(self.pages[name])
             self.pages[name] += self.cache.take(count)
-        self.cache.tidy(list(self.pages.values()))
         view = self.cache.view([self.pages[n] for n in names], [self.shared[n] for n in names])
         lengths = torch.tensor([len(self.tokens[n]) for n in names])
         attend = self.cache.decode(view, lengths)
@@ -110,7 +109,7 @@ def test_any_history_of_the_pages_gives_the_states_of_a_packed_forward(model, se
         session.decode(names, words(len(names)))
         while rng.random() < 0.6 and len(session.tokens) > 1:
             session.drop(rng.choice(sorted(session.tokens)))
-    used = sum(users > 0 for users in session.cache.users)
+    used = sum(users > 0 for users in session.cache.users[1:])
     assert used == len({p for pages in session.pages.values() for p in pages})
     for name in sorted(session.tokens):
         session.drop(name)
@@ -133,15 +132,17 @@ def test_a_prompt_is_held_once_and_pages_come_back(model):
 
 
 @torch.no_grad()
-def test_memory_grows_with_use_up_to_the_bound_and_holes_are_closed(model):
+def test_memory_grows_with_use_up_to_the_bound_and_holes_are_not_read(model):
     session = Session(model, max_pages=100)
-    assert session.cache.keys[0].numel() == 0
+    assert len(session.cache.keys[0]) == 1
     session.extend({name: [name] * 20 for name in range(20)})
-    assert len(session.cache.users) == 100 and session.cache.available == 0
-    for name in range(19):
+    assert len(session.cache.users) == 101 and session.cache.available == 0
+    for name in range(1, 19):
         session.drop(name)
-    session.decode([19], [3])
-    assert max(session.pages[19]) < 7  # decoding no longer reads the pages of the others
+    session.decode([0, 19], [3, 3])  # at both ends of the pool
+    held = {p for pages in session.pages.values() for p in pages}
+    view = session.cache.view(list(session.pages.values()), [0, 0])
+    assert [set(part.pages.tolist()) for part in view.parts] == [held]  # all others are not read
 
 
 @torch.no_grad()
@@ -156,18 +157,18 @@ def test_bfloat16_decoding_stays_within_bfloat16_of_the_packed_forward(model):
         session.decode([0, 2, 1], [token, V - 1 - token, token])
 
 
+@torch.no_grad()
 def test_scores_far_apart_neither_overflow_nor_vanish():
     torch.manual_seed(0)
-    q, keys, values = (
-        torch.randn(2, 1, SIZE),
-        torch.randn(4, PAGE, SIZE),
-        torch.randn(4, PAGE, SIZE),
-    )
-    keys[1] *= 1000  # a page whose scores beat all others by hundreds
-    readers, mask = torch.tensor([0, 0, 1, 1]), torch.zeros(4, 1, PAGE)
-    got = attention_by_page(q, [(keys, values, readers, mask)])
-    for row in range(2):
-        k, v = (x[2 * row : 2 * row + 2].flatten(0, 1).double() for x in (keys, values))
+    cache = KVCache(1, 2, 1, SIZE, page=PAGE, max_pages=4)
+    tables = [cache.take(2), cache.take(2)]
+    keys, values = cache.keys[0].normal_(), cache.values[0].normal_()
+    keys[tables[0][1]] *= 1000  # a page whose scores beat all others by hundreds
+    q, new = torch.randn(2, 2, SIZE), torch.randn(2, 1, SIZE)
+    attend = cache.decode(cache.view(tables, [0, 0]), torch.tensor([2 * PAGE - 1] * 2))
+    got = attend(0, q, new, new)
+    for row, pages in enumerate(tables):
+        k, v = (x[pages].flatten(0, 2).double() for x in (keys, values))
         expected = (q[row].double() @ k.T * SIZE**-0.5).softmax(-1) @ v
         torch.testing.assert_close(got[row].double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -443,14 +443,44 @@ def test_ids_beyond_the_tokenizer_have_no_probability_in_trainer_and_sampler(tie
     )
 
 
-def test_a_wide_head_gives_few_rows_the_same_logits():
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_compute_the_same_and_are_dropped(dtype, tied):
     torch.manual_seed(0)
-    fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    ours = Transformer(LlamaConfig(vocab_size=9000, num_attention_heads=2, **fields))
-    hidden = torch.randn(40, 32)
-    logits = ours.logits(hidden)
-    torch.testing.assert_close(logits, hidden @ ours.head_weight.T, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(ours.logits(hidden[:7]), logits[:7], atol=1e-6, rtol=1e-5)
+    config = Qwen2Config(
+        vocab_size=900, hidden_size=320, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=5, num_key_value_heads=5, tie_word_embeddings=tied,
+    )  # fmt: skip
+    ours = Transformer(config, dtype).to(dtype)
+    ours.restrict_vocabulary(890)
+    for layer in ours.model.layers:
+        layer.self_attn.q_proj.bias.normal_()
+    ids = torch.arange(1, 8)
+    attend = packed_attention(torch.tensor([0, 7], dtype=torch.int32), 7)
+    hidden = ours.model(ids, torch.arange(7), attend)
+    exact = hidden.float() @ ours.head_weight.float().T
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    with ours.packed_weights():
+        packed = [m for m in ours.modules() if getattr(m, "packed", None) is not None]
+        assert len(packed) == 2 * 7 and ours.packed_head is not None
+        same = ours.model(ids, torch.arange(7), attend)
+        torch.testing.assert_close(same, hidden, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(ours.logits(hidden), exact, atol=1e-4, rtol=1e-5)
+    assert all(m.packed is None for m in packed) and ours.packed_head is None
+    torch.testing.assert_close(ours.logits(hidden), exact, atol=1e-4, rtol=1e-5)
+
+
+def test_new_weights_after_packing_are_the_ones_that_count():
+    """A packed copy that outlived a step would sample from the old policy."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 320, "intermediate_size": 512, "num_hidden_layers": 1}
+    ours = Transformer(LlamaConfig(vocab_size=500, num_attention_heads=5, **fields))
+    sampler = Sampler(ours.requires_grad_(False), [2])
+    before = sampler.generate([[5, 6, 7]], max_new_tokens=4, temperature=0)[0]
+    ours.head_weight.neg_()
+    after = sampler.generate([[5, 6, 7]], max_new_tokens=4, temperature=0)[0]
+    assert before.response_ids[0] != after.response_ids[0]
 
 
 def test_backbone_loads_from_a_policy_checkpoint_without_its_head(tmp_path):
