@@ -73,6 +73,7 @@ class Config:
     slots: int = _f(64, "responses decoded at the same time per process")
     kv_cache_tokens: int = _f(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold (with --async-steps: of what the plan leaves free), or a quarter of the CPU's")
     prefill_chunk_tokens: int = _f(8192, "most prompt tokens the sampler computes in one forward; changes memory, never the result")
+    cuda_graphs: bool = _f(False, "on a GPU with a paged attention kernel: launch a decode step as one CUDA graph; new, try it before a long run")
     dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
     max_pass_rate: float | None = _f(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off")
     failure_weighted: bool = _f(False, "draw problems in proportion to 1 - their pass rate so far")

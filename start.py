@@ -183,6 +183,7 @@ def begin(
         tokenizer,
         kv_cache_tokens=cache_bound(whole.config, config, device),
         prefill_chunk_tokens=config.prefill_chunk_tokens,
+        cuda_graphs=config.cuda_graphs,
     )
     state = State(
         policy,
