@@ -72,7 +72,7 @@ class Clock:
         begin = time.perf_counter()
         yield
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # a rollout beside it has its own
         self.seconds[phase] = time.perf_counter() - begin
 
     def metrics(self, collected: Collected) -> dict[str, float]:

@@ -23,11 +23,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """Some pages of the pool, each read by R rows; a "row" here is one KV head of a sequence."""
+    """Some pages of the pool, each with R readers; a reader is one KV head of one row."""
 
     pages: slice | Tensor  # P of them
-    readers: Tensor  # (P * R,) int64: rows whose queries meet each page; any row if fewer than R do
-    takers: Tensor  # (P * R,) int64: rows that get the outcome; one behind the last for none
+    readers: Tensor  # (P * R,) int64: whose queries meet each page; any if there are fewer than R
+    takers: Tensor  # (P * R,) int64: who gets the outcome; one behind the last for nobody
 
 
 class View(NamedTuple):
@@ -38,7 +38,7 @@ class View(NamedTuple):
     """
 
     table: Tensor  # (B, W) int32: the pages of each row, in order
-    parts: Sequence[Part] = ()  # those with one reader, then those with several
+    parts: Sequence[Part] = ()
     gather: Tensor | None = None  # (B * H * W,) int64: the line of scores for head and page
     scatter: Tensor | None = None  # (lines,) int64: the opposite way
 
@@ -87,7 +87,7 @@ class KVCache:
         all pages between the first and the last of a kind.
         """
         if count > len(self.free):
-            self._grow(len(self.users) + count - len(self.free))
+            self.grow(max(2 * len(self.users), 64, len(self.users) + count - len(self.free)))
         cut = len(self.free) - count if shared else count
         low, high = self.free[:cut], self.free[cut:]
         taken, self.free = (high, low) if shared else (low, high)
@@ -108,10 +108,11 @@ class KVCache:
             if not self.users[p]:
                 insort(self.free, p)
 
-    def _grow(self, least: int) -> None:
-        """Double the pool, layer by layer: both copies of all layers may not fit."""
-        old = len(self.users)
-        new = min(self.max_pages + 1, max(least, 2 * old, 64))
+    def grow(self, pages: int) -> None:
+        """Enlarge the pool to so many pages, `max_pages` and page 0 at most; layer by layer,
+        because both copies of all layers may not fit.
+        """
+        old, new = len(self.users), min(self.max_pages + 1, pages)
         for store in (self.keys, self.values):
             for layer, tensor in enumerate(store):
                 store[layer] = F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, new - old))
@@ -183,7 +184,9 @@ class KVCache:
         parts, count = [], 0
         # The line of scores of a page and reader: its first head; how far on the next KV head is.
         first, apart = np.zeros_like(table), np.zeros_like(table)
-        for chosen in (held & ~common, common):
+        several = common & (np.bincount(table[common], minlength=table.max() + 1)[table] > 1)
+        # Apart, because all pages of a part are multiplied as often as that with most readers.
+        for chosen in (held & ~common, common & ~several, several):
             if not chosen.any():
                 continue
             pages, which, rank = readers_of(table[chosen])
@@ -253,7 +256,7 @@ def padded(rows: Sequence[list[int]], fill: int) -> list[list[int]]:
 
 
 def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask: Tensor) -> Tensor:
-    """Softmax attention of one query per row that copies no key and pads none, only scores.
+    """Softmax attention of one query per row that pads no key, only scores.
 
     q (B, H, d); keys, values (pages, KV, page, d); mask (B, W * page) is added to the scores.
     Returns (B, H, d). Computes in at least float32.

@@ -51,8 +51,9 @@ class Linear(nn.Linear):
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """A copy of a large matrix on a CPU in oneDNN's own layout; None where that gains nothing."""
-    if weight.is_cuda or weight.numel() < 100_000 or not torch.backends.mkldnn.is_available():
+    """A copy of a large matrix in oneDNN's own layout; None if that gains nothing or cannot be."""
+    can = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.numel() < 100_000 or not can:
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
@@ -272,11 +273,14 @@ class Transformer(nn.Module):
         """Within, large matrices on a CPU are held a second time, `pack`ed: decoding reads them 1.3
         to 2.5 times faster. They must not change meanwhile.
         """
+        if self.head_weight.is_cuda or not torch.backends.mkldnn.is_available():
+            yield
+            return
         maps = [m for m in self.model.modules() if isinstance(m, Linear)]
-        for m in maps:
-            m.packed = pack(m.weight) if m.weight.dtype == self.model.compute_dtype else None
-        self.packed_head = pack(self.head_weight.to(self.head_dtype).float())
         try:
+            for m in maps:
+                m.packed = pack(m.weight) if m.weight.dtype == self.model.compute_dtype else None
+            self.packed_head = pack(self.head_weight.to(self.head_dtype).float())
             yield
         finally:
             self.packed_head = None

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import distributed
 from data import DataOrder, Problem, Rollout, vocabulary_size
 from graphs import Graphs
-from kvcache import KVCache, View
+from kvcache import KVCache, View, paged_kernel
 from model import Transformer, head_size
 from rewards import has_format
 from scheduler import Batch, Job
@@ -144,6 +144,8 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.kv_cache_tokens, self.chunk = kv_cache_tokens, prefill_chunk_tokens
         self.cuda_graphs = cuda_graphs
+        if cuda_graphs and (lacking := self._needed_for_graphs()):
+            raise ValueError(f"--cuda-graphs needs {lacking}; leave it out.")
         self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
         self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
         self.weight_version = 0
@@ -192,9 +194,8 @@ class Sampler:
             [r for r in rollouts if not r.finished],
         )
         step = partial(self._step, batch.cache, temperature, truncation)
-        # Frequencies that depend on the length are looked up on the host, which cannot be recorded.
-        fixed = batch.cache.kernel and not self.model.model.rotary.native_length
-        graphs = Graphs(step, batch.cache) if self.cuda_graphs and fixed else None
+        # step_of(view) is the step for the rows of that view.
+        step_of = Graphs(step, self.slots) if self.cuda_graphs else partial(partial, step)
         left = lambda row: max_new_tokens - len(row.rollout.response_ids)
         stop = False
         with self.model.packed_weights():
@@ -207,16 +208,27 @@ class Sampler:
                 batch.reserve(steps)
                 rows = list(batch.rows)
                 self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
-                tokens, logprobs = self._decode(batch, steps, graphs or partial(partial, step))
+                tokens, logprobs = self._decode(batch, steps, step_of)
                 for row, ids, values in zip(rows, tokens, logprobs, strict=True):
                     self._extend(row.rollout, ids, values, max_new_tokens)
                     if row.rollout.finished:
                         batch.leave(row)
                         stop = on_finish(row.rollout) or stop
         self.counts["preempted"] += batch.preempted
-        del batch, step, graphs
+        del batch, step, step_of
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the trainer wants the memory
+
+    def _needed_for_graphs(self) -> str:
+        """What a recorded decode step needs and does not have, or nothing."""
+        decoder = self.model.model
+        if self.device.type != "cuda" or decoder.compute_dtype == torch.float32:
+            return "a GPU and a 16-bit --dtype"
+        if paged_kernel() is None:
+            return "flash-attn, or a torch whose varlen_attn takes page tables (2.13 does)"
+        if decoder.rotary.native_length:  # a look at the lengths, on the host, at every step
+            return f"another rope type than {decoder.rotary.type}"
+        return ""
 
     def _new_cache(self, rollouts: Sequence[Rollout], max_new_tokens: int) -> KVCache:
         """An empty cache that any one of the rollouts fits in, or ValueError."""
@@ -241,10 +253,15 @@ class Sampler:
             )
         # One page more than asked for: the last member of a group may copy a page of its prompt.
         pages = -(-limit // self.page) + 1
-        return KVCache(
+        if self.cuda_graphs:  # all of them at once, so no more than all slots can fill
+            pages = min(pages, self.slots * (-(-longest // self.page) + 1))
+        cache = KVCache(
             config.num_hidden_layers, *heads, page=self.page, max_pages=pages, dtype=dtype,
             device=self.device,
         )  # fmt: skip
+        if self.cuda_graphs:
+            cache.grow(pages)
+        return cache
 
     def _affordable_tokens(self) -> int:
         """Tokens in four fifths of the free GPU memory, or in a quarter of all CPU memory."""
@@ -316,7 +333,8 @@ class Sampler:
             if not all(map(math.isfinite, values)):
                 raise FloatingPointError(
                     f"a sampled log-prob of problem {row.rollout.problem.id} is not finite: the "
-                    "policy has diverged; go back to a checkpoint, with a lower --lr."
+                    "weights are not, or the logits overflow. In training, go back to a checkpoint "
+                    "and lower --lr."
                 )
         return tokens, logprobs
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_kvcache import flash_attn_stand_in
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -194,20 +195,27 @@ def test_tokens_are_those_of_the_plain_loop(model, plain, slots, tokens, chunk, 
 
 def test_recorded_decode_steps_give_the_tokens_of_the_plain_loop(model, plain, monkeypatch):
     # No GPU here: a "recording" runs its function again, on the same buffers, and the kernel is a
-    # stand-in. What is tested is all around them: padding, page tables, a pool that moves.
-    recorded, pools = [], []
-    monkeypatch.setattr(graphs, "record", lambda function: recorded.append(function) or function)
+    # stand-in. What is tested is all around them: padding, page tables, a pool that stays.
+    recorded, caches, padding = [], [], set()
+    record = lambda function, pool: recorded.append(function) or function
+    monkeypatch.setattr(graphs, "record", record)
     monkeypatch.setattr(kvcache, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in())
-    new, grow = Sampler._new_cache, kvcache.KVCache._grow
+    monkeypatch.setattr(Sampler, "_needed_for_graphs", lambda self: "")
+    new, load = Sampler._new_cache, graphs.Recorded.load
 
     def paged(*args):
         cache = new(*args)
         cache.kernel = kvcache.paged_kernel.__wrapped__()
+        caches.append((cache, cache.keys[0]))
         return cache
 
+    def count_padding(self, view):
+        padding.add(len(self.table) - len(view.table))
+        load(self, view)
+
     monkeypatch.setattr(Sampler, "_new_cache", paged)
-    monkeypatch.setattr(kvcache.KVCache, "_grow", lambda *args: pools.append(grow(*args)))
+    monkeypatch.setattr(graphs.Recorded, "load", count_padding)
     temperature, wanted = plain
     sampler = Sampler(model, [2, 3], slots=7, page=2, cuda_graphs=True)
     sampler.check_every = 3
@@ -216,7 +224,33 @@ def test_recorded_decode_steps_give_the_tokens_of_the_plain_loop(model, plain, m
     for r, (ids, logprobs) in zip(rollouts, wanted, strict=True):
         assert r.response_ids == ids
         assert r.rollout_logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert len(pools) > 1 and 1 < len(recorded) < sampler.counts["decode_steps"] / 2
+    ((cache, keys),) = caches
+    assert cache.keys[0] is keys and max(padding) > 0
+    assert 1 < len(recorded) < sampler.counts["decode_steps"] / 2
+
+
+def test_graphs_are_refused_where_they_cannot_be_recorded(model):
+    with pytest.raises(ValueError, match="--cuda-graphs needs a GPU and a 16-bit --dtype"):
+        Sampler(model, [2, 3], cuda_graphs=True)
+
+
+class NoLookAtTheDevice(TorchDispatchMode):
+    """Fails at operations that wait for the device, which a recording cannot hold."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("item", "_local_scalar_dense", "nonzero", "masked_select"), name
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("truncation", [None, Truncation(0.9, 5, 0.01)])
+def test_a_decode_step_does_not_wait_for_the_device(model, truncation):
+    sampler = Sampler(model, [2, 3], page=4)
+    cache = sampler._new_cache([Rollout(Problem("", 0, "", [5], ""), 0, 0, 7)], 8)
+    view, state = cache.view([cache.take(2)], [0]), torch.tensor([[5], [0], [7], [0]])
+    with NoLookAtTheDevice():
+        sampler._step(cache, 1.0, truncation, view, *state)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
