@@ -125,12 +125,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _choose(device: torch.device, dtype: torch.dtype) -> str:
-    """What "auto" stands for on this device and dtype; says so once.
+    """What "auto" stands for on this device and dtype; logs it once, and warns of a 16-bit GPU run
+    without the Triton kernel.
 
     float32 on CUDA is torch's: without tensor cores cuBLAS is the faster product.
     """
     impl, why = "torch", f"{device}, {dtype}"
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    wanted = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wanted:
         if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < 8:
             why += ", not an NVIDIA GPU of compute capability 8 or newer"
         else:
@@ -140,7 +142,8 @@ def _choose(device: torch.device, dtype: torch.dtype) -> str:
                 impl = "triton"
             except ImportError as error:
                 why += f", no Triton: {error}"
-    logger.warning("kernels: logprob_entropy runs as %r (%s)", impl, why)
+    level = logging.WARNING if wanted and impl == "torch" else logging.INFO
+    logger.log(level, "kernels: logprob_entropy runs as %r (%s)", impl, why)
     return impl
 
 

@@ -48,7 +48,8 @@ def forward(
         stats[0, chunk] = z_y - s.log()
         stats[1, chunk] = s.log() - t / s
         stats[2, chunk] = peak.squeeze(-1) + s.log()
-    return stats.unbind()
+    # Copies: FSDP2 warns of a module that returns views (here: rows of `stats`).
+    return tuple(row.clone() for row in stats)
 
 
 def dlogits(

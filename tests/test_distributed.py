@@ -40,6 +40,7 @@ def start(folder, nproc, *flags):
 def finish(process):
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output[-3000:]
+    assert "UserWarning" not in output, output[-3000:]
     return output
 
 

@@ -369,7 +369,9 @@ def test_triton_on_a_cpu_is_refused_with_a_sentence():
         logprob_entropy(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 2]), impl="triton")
 
 
-def test_auto_says_once_what_it_picked(caplog):
+def test_auto_logs_once_what_it_picked_and_does_not_warn_on_a_cpu(caplog):
+    """Every rank wrote the line into the progress bar."""
+    caplog.set_level("INFO")
     kernels._choose.cache_clear()
     hidden, weight, y = torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, -100])
     for _ in range(3):
@@ -377,6 +379,13 @@ def test_auto_says_once_what_it_picked(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "kernels: logprob_entropy runs as 'torch' (cpu, torch.float32)"
     ]
+    assert caplog.records[0].levelname == "INFO"
+
+
+def test_the_outputs_are_no_views():
+    """FSDP2 warns on every rank of a module that returns one."""
+    outputs = logprob_entropy(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 2]))
+    assert not any(x._is_view() for x in outputs)
 
 
 @pytest.mark.skipif(INTERPRET, reason="nothing here depends on the implementation")
