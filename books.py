@@ -29,6 +29,7 @@ from data import Batch, Rollout
 from distributed import print0
 from rewards import has_format
 from rollout import Collected, has_signal
+from rundir import read_rows
 from scores import pass_at_k
 from verify import UNDECIDED
 
@@ -291,18 +292,16 @@ def append(file: Path, rows: Sequence[dict]) -> None:
         os.fsync(out.fileno())
 
 
-def newest_row(file: Path, step: int) -> dict:
-    """The last row of a JSONL file; `{"step": step}` if there is none of that step."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    row = json.loads(lines[-1]) if lines else {}
-    return row if row.get("step") == step else {"step": step}
+def row_of_step(file: Path, step: int) -> dict:
+    """The row of `step`; `{"step": step}` if the file has none."""
+    return next((row for row in read_rows(file) if row["step"] == step), {"step": step})
 
 
 def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Add to the row of `step`, the last one, or begin it. Renamed into place, so that a kill
     leaves the old rows or the new ones.
     """
-    row, scratch = newest_row(file, step) | metrics, file.with_suffix(".tmp")
+    row, scratch = row_of_step(file, step) | metrics, file.with_suffix(".tmp")
     file.touch()
     os.truncate(shutil.copy(file, scratch), size_up_to(file, step - 1))
     append(scratch, [row])
@@ -379,8 +378,7 @@ def open_reporter(
 
 def history(file: Path, key: str) -> list[float]:
     """The values of one metric in the steps so far, for a run that is resumed."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    values = [json.loads(line).get(key) for line in lines]
+    values = [row.get(key) for row in read_rows(file)]
     return [value for value in values if value is not None]
 
 
@@ -499,9 +497,7 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 
 def report(folder: Path, step: int, steps: int) -> None:
     """What came of the run, and where everything is."""
-    file = folder / "metrics.jsonl"  # empty if SIGTERM came in the first step
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if holds_rows(file) else []
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    accuracies = history(folder / "metrics.jsonl", "eval/accuracy")
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
     if step < steps:

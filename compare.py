@@ -99,8 +99,7 @@ class Job(NamedTuple):
 def write_noisy(path: Path) -> None:
     """The training problems, a share NOISE of the labels replaced by another digit."""
     rng = random.Random(0)
-    lines = (ROOT / "assets/long-train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = list(read_rows(ROOT / "assets/long-train.jsonl"))
     for row in rng.sample(rows, round(NOISE * len(rows))):
         row["label"] = rng.choice([d for d in "01234" if d != row["label"]])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -108,8 +107,7 @@ def write_noisy(path: Path) -> None:
 
 def read_metrics(folder: Path) -> list[dict]:
     """Rows of a run, [] before its first."""
-    file = folder / "metrics.jsonl"
-    return list(read_rows(file)) if file.exists() else []
+    return list(read_rows(folder / "metrics.jsonl"))
 
 
 def read_config(folder: Path) -> dict:

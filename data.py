@@ -5,7 +5,6 @@
 "action `targets[t]`, taken in the state before it".
 """
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+import jsonl
 from distributed import print0
 from rewards import check_label
 from verify import extract
@@ -105,22 +105,10 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, row) for every row of a .jsonl or .parquet file, or of a data set."""
     if path.endswith((".jsonl", ".json")):
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} does not exist; give --data a JSONL file.")
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line.decode("utf-8"))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number} is not UTF-8 JSON ({error}).") from error
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{path}:{number} is not a JSON object with a prompt and a label."
-                    )
-                yield f"{path}:{number}", row
+        yield from jsonl.read(path)
         return
+    if Path(path).is_file() and not path.endswith(".parquet"):
+        raise ValueError(f"{path}: end the name in .jsonl or .parquet, whichever it is.")
     rows = parquet_rows(path) if path.endswith(".parquet") else hub_rows(path)
     for number, row in enumerate(rows, 1):
         yield f"{path} row {number}", row
@@ -151,8 +139,10 @@ def hub_rows(path: str) -> Iterable[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
+        what = "is a directory" if Path(path).is_dir() else "is no file here"
         raise ImportError(
-            f"reading {path} needs `pip install datasets`; a .jsonl file does not."
+            f"{path} {what}; to read it as a data set, of the hub or a directory, `pip install "
+            "datasets`. Names of files end in .jsonl or .parquet."
         ) from error
     name, _, split = path.partition("@")
     name, _, config = name.partition(":")

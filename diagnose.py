@@ -152,7 +152,7 @@ def audit_stages(runs: dict[str, Path]) -> dict[str, list[dict]]:
     """
     stages = {}
     for name, run in runs.items():
-        rows = list(read_rows(run / "audit.jsonl")) if (run / "audit.jsonl").is_file() else []
+        rows = list(read_rows(run / "audit.jsonl"))
         bounds = [len(rows) * part // 3 for part in range(4)]
         for low, high in zip(bounds, bounds[1:], strict=False):
             if low < high and (len(runs) == 1 or high == len(rows)):
@@ -235,8 +235,7 @@ def fall_of_v(run: Path) -> np.ndarray | None:
     first wrong token is not known.
     """
     groups: dict[tuple, list[dict]] = defaultdict(list)
-    rows = read_rows(run / "rollouts.jsonl") if (run / "rollouts.jsonl").is_file() else ()
-    for row in rows:
+    for row in read_rows(run / "rollouts.jsonl"):
         if row.get("values"):
             if right_response(row["prompt"]) is None:
                 return None

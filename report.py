@@ -124,7 +124,7 @@ def chosen_groups(run: Path) -> list[list[dict]]:
     """
     file = run / "rollouts.jsonl"
     coloured = lambda: (row for row in read_rows(file) if row.get("advantages"))
-    steps = sorted({row["step"] for row in coloured()}) if file.is_file() else []
+    steps = sorted({row["step"] for row in coloured()})
     places = {round(i * (len(steps) - 1) / (STEPS - 1)) for i in range(STEPS)} if steps else set()
     groups: dict[int, list[dict]] = {steps[place]: [] for place in sorted(places)}
     for row in coloured() if groups else ():

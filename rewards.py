@@ -440,7 +440,8 @@ def audit(path):
 
 def main(argv=None):
     """Command line entry."""
-    parser = argparse.ArgumentParser(description="Grade answers of any kind; see rewards.py's top.")
+    about = "Grade answers of any kind; see rewards.py's top."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("kind", nargs="?", choices=VERIFIERS, help="kind of problem")
     parser.add_argument("response", nargs="?", help="what a model wrote")
     parser.add_argument("label", nargs="?", help="the label of the data row")

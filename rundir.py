@@ -2,7 +2,6 @@
 to the embedded task.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+import jsonl
 
 # Prompts and tokens of the embedded task, as assets/make_assets.py writes them.
 CHAIN = re.compile(r"\n(\d)((?: [a-z]:[+-]\d)+)<\|im_end\|>")
@@ -24,14 +25,12 @@ def file_of(run: Path, name: str) -> Path:
 
 
 def read_rows(file: Path) -> Iterator[dict]:
-    """Rows of a JSONL file, one at a time; one sentence for a line that was cut off."""
-    with open(file, encoding="utf-8") as lines:
-        bar = tqdm(lines, f"reading {file.name}", unit="row", leave=False, delay=2)
-        for number, line in enumerate(bar, 1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SystemExit(f"error: {file}:{number} is not JSON ({error}).") from error
+    """Rows of a JSONL file, one at a time; none if the run has no such file. ValueError for a line
+    that was cut off.
+    """
+    lines = jsonl.read(file) if file.exists() else ()
+    bar = tqdm(lines, f"reading {file.name}", unit="row", leave=False, delay=2, disable=None)
+    return (row for _, row in bar)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -382,7 +382,7 @@ def evaluation_is_due(run: Run, state: State) -> bool:
 
 def catch_up(run: Run, state: State, metrics_file: Path) -> None:
     """The evaluation that the finished steps lack: the first, or one that SIGTERM cut short."""
-    made = "eval/accuracy" in books.newest_row(metrics_file, state.step)
+    made = "eval/accuracy" in books.row_of_step(metrics_file, state.step)
     if made or not evaluation_is_due(run, state):
         return
     metrics = evaluate(run, state)

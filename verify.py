@@ -34,6 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import algebra
+import jsonl
 import latex
 from algebra import NoValue, TooBig, Unreadable
 
@@ -461,17 +462,13 @@ def read_jsonl(path, *required):
     """The objects of a JSONL file; each must have one key of every group in `required`."""
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    for keys in required:
-                        if not any(key in rows[-1] for key in keys):
-                            raise SystemExit(f"{path}, line {number}: no {' or '.join(keys)}")
-    except OSError as error:
-        raise SystemExit(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SystemExit(f"{path}, line {len(rows) + 1}: not JSON ({error})") from None
+        for where, row in jsonl.read(path):
+            rows.append(row)
+            for keys in required:
+                if not any(key in row for key in keys):
+                    raise ValueError(f"{where} has no {' or '.join(keys)}.")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
     return rows
 
 
@@ -496,7 +493,7 @@ def audit(path):
             continue
         label = row.get("label", row.get("answer"))
         kind, reading = label_kind(label)
-        found[kind].append(label)
+        found["matched as words" if reading and reading[0] == "text" else kind].append(label)
         if not clean(str(label)):
             found["  empty"].append(label)
         if reading and reading[0] in ("list", "set"):
@@ -522,7 +519,8 @@ def explain(text):
 
 def main(argv=None):
     """Command line entry."""
-    parser = argparse.ArgumentParser(description="Grade answers; see the top of verify.py.")
+    about = "Grade answers; see the top of verify.py."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("response", nargs="?", help="a response with a box")
     parser.add_argument("label", nargs="?", help="the right answer")
     parser.add_argument("--cases", metavar="FILE", help="JSONL of response, label[, think]")
@@ -536,7 +534,8 @@ def main(argv=None):
         return audit(args.audit)
     if args.cases:
         for case in read_jsonl(args.cases, ("response",), ("label",)):
-            verdict = verify(case["response"], case["label"], case.get("think", args.think))
+            response, label = str(case["response"]), str(case["label"])
+            verdict = verify(response, label, case.get("think", args.think))
             print(json.dumps(verdict._asdict()))
         return 0
     if args.label is None:

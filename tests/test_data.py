@@ -155,6 +155,32 @@ def test_a_missing_reader_is_named(monkeypatch, module):
         list(read_rows(path))
 
 
+def test_what_is_no_known_kind_of_file_is_named(tmp_path, monkeypatch):
+    """--data data.txt and --data DIR asked for `pip install datasets`, and said no more."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "data.txt").write_text("")
+    for path, words in (
+        (tmp_path / "data.txt", r"end the name in \.jsonl or \.parquet"),
+        (tmp_path, "is a directory; to read it as a data set"),
+        ("gsm8k", "is no file here; to read it as a data set"),
+    ):
+        with pytest.raises((ValueError, ImportError), match=f"{path}.*{words}"):
+            list(read_rows(str(path)))
+
+
+def test_a_line_that_is_no_json_is_counted_in_its_file(tmp_path):
+    """The message counted within the line: `bad.jsonl:2 ... line 1 column 15`."""
+    file = tmp_path / "bad.jsonl"
+    for line, words in (
+        (b'{"label": }', "is not JSON \\(Expecting value"),
+        (b"\xff", "is not JSON"),
+    ):
+        file.write_bytes(b'{"label": 1}\n' + line + b"\n")
+        with pytest.raises(ValueError, match=f"bad.jsonl:2 {words}") as error:
+            list(read_rows(str(file)))
+        assert "line 1" not in str(error.value)
+
+
 def test_hub_data_sets_name_their_configuration_and_split(monkeypatch):
     asked = []
 

@@ -239,7 +239,7 @@ def test_a_line_that_was_cut_off_is_named(tmp_path):
     run = write_run(tmp_path / "run")
     with open(run / "rollouts.jsonl", "a") as file:
         file.write('{"step": 4, "prob')
-    with pytest.raises(SystemExit, match="rollouts.jsonl:7 is not JSON"):
+    with pytest.raises(ValueError, match="rollouts.jsonl:7 is not JSON"):
         explain.stored_group(run, 4)
 
 

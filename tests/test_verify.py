@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from label_rewrites import pairs
 
 import algebra
+import rewards
 import verify
 
 HERE = Path(__file__).parent
@@ -357,7 +358,8 @@ def test_audit_tells_what_labels_will_do(tmp_path):
     assert out.returncode == 1
     counts = {line[7:38].strip(): int(line[:7]) for line in out.stdout.splitlines()[1:]}
     assert "7 lines, 1 of them repeated" in out.stdout
-    assert counts["matched by value"] == 4 and counts["matched only by the same text"] == 1
+    assert counts["matched by value"] == 3 and counts["matched only by the same text"] == 1
+    assert counts["matched as words"] == 1
     assert counts["can never be matched"] == 2 and counts["empty"] == 1
     assert counts["several values"] == 1 and counts["multiple choice"] == 1
     file.write_text(json.dumps({"label": "3"}))
@@ -367,17 +369,46 @@ def test_audit_tells_what_labels_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read"),
-        ('{"response": "a", "label": "b"}\nnot json', "line 2: not JSON"),
-        ('{"response": "a"}', "line 1: no label"),
+        (None, "does not exist"),
+        ('{"response": "a", "label": "b"}\nnot json', "rows.jsonl:2 is not JSON"),
+        ('{"response": "a"}', "rows.jsonl:1 has no label"),
+        ("5", "rows.jsonl:1 is not a JSON object"),
+        ('"response label"', "rows.jsonl:1 is not a JSON object"),
     ],
 )
-def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, message):
-    file = tmp_path / "cases.jsonl"
+@pytest.mark.parametrize("command", ["verify --cases", "verify --audit", "rewards --audit"])
+def test_a_bad_file_is_refused_in_one_sentence(tmp_path, command, content, message):
+    """A line that was JSON but no object ended in a traceback."""
+    file, (module, flag) = tmp_path / "rows.jsonl", command.split()
     if content is not None:
         file.write_text(content)
-    out = run("--cases", str(file))
-    assert out.returncode == 1 and message in out.stderr and "Traceback" not in out.stderr
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        {"verify": verify, "rewards": rewards}[module].main([flag, str(file)])
+
+
+def test_flags_are_not_abbreviated(tmp_path, capsys):
+    """--case worked, and no other command here takes half a flag."""
+    with pytest.raises(SystemExit):
+        verify.main(["--case", str(tmp_path / "x.jsonl")])
+    assert "unrecognized arguments: --case" in capsys.readouterr().err
+
+
+def test_numbers_in_a_case_are_graded_as_text(tmp_path, capsys):
+    file = tmp_path / "cases.jsonl"
+    file.write_text('{"response": 5, "label": 3}\n{"response": "\\\\boxed{3}", "label": 3}\n')
+    assert verify.main(["--cases", str(file)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["reason"] for row in rows] == ["no_box", "ok"]
+
+
+def test_the_audit_does_not_say_that_words_are_matched_by_value(tmp_path, capsys):
+    file = tmp_path / "labels.jsonl"
+    file.write_text('{"label": "see solution"}\n{"label": "1/2"}\n')
+    assert verify.main(["--audit", str(file)]) == 0
+    counts = {
+        line[7:38].strip(): int(line[:7]) for line in capsys.readouterr().out.splitlines()[1:]
+    }
+    assert counts == {"matched by value": 1, "matched as words": 1}
 
 
 def test_one_verdict_is_explained_in_words():
