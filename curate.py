@@ -51,9 +51,9 @@ from data import (
 )
 from distributed import print0
 from model import Transformer, limit_threads, local_folder
-from rollout import Grader, Sampler, evaluate
-from scores import ANSWERED, answer_classes
-from verify import Verifier, clean, equal, label_kind
+from rollout import Sampler, evaluate
+from scores import ANSWERED, count_votes
+from verify import OPTION, Verifier, clean, equal, label_kind
 
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
 
@@ -285,7 +285,7 @@ class Run:
     device: torch.device
     data: Rows
     state: State
-    grader: Grader
+    grader: Verifier
     notes: dict[int, dict] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -305,7 +305,6 @@ OPTIONS = re.compile(
     r"(?<!\w)\(A\).*(?<!\w)\(B\).*(?<!\w)\(C\)|^\s*A[.):]\s.*^\s*B[.):]\s.*^\s*C[.):]\s",
     re.DOTALL | re.MULTILINE,
 )
-OPTION_LABEL = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")
 PROOF = re.compile(r"\b(?:prove|disprove|demonstrate|show that)\b", re.IGNORECASE)
 QUESTION = re.compile(
     r"\?|\b(?:find|compute|calculate|determine|evaluate|solve|simplify|what is|how many)\b",
@@ -332,7 +331,7 @@ def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
         return Drop("empty_label")
     if PROOF_LABEL.search(label) or (PROOF.search(text) and not QUESTION.search(text)):
         return Drop("proof")
-    if OPTION_LABEL.fullmatch(label) or OPTIONS.search(text):
+    if OPTION.fullmatch(label) or OPTIONS.search(text):
         return Drop("multiple_choice")
     if PARTS.search(text) or LABEL_PARTS.match(label):
         return Drop("multi_part")
@@ -436,19 +435,14 @@ def load_sampler(folder: str, run: Run) -> tuple[Sampler, Any]:
     return Sampler(model.requires_grad_(False), stops, run.config.slots, tokenizer), tokenizer
 
 
-def same_answer(grader: Grader, a: str, b: str) -> bool:
-    """Equality by value, in a worker that can be killed: the texts come from a model."""
-    return grader.submit(f"\\boxed{{{a}}}", b, "none").result().correct
-
-
-def count_votes(group: Sequence[Rollout], grader: Grader) -> Votes:
+def votes_of(group: Sequence[Rollout], grader: Verifier) -> Votes:
     """Graded responses to one problem by answer, equal answers together."""
     answers = [r.answer if r.reason in ANSWERED else None for r in group]
-    right = {r.answer: int(r.correct) for r in group if r.reason in ANSWERED}
+    right = [int(r.correct) for r in group]
+    verdict = dict(zip(answers, right, strict=True))
     # Right answers equal the label, and so each other.
-    equal = lambda a, b: right[a] == right[b] and (right[a] or same_answer(grader, a, b))
-    classes = sorted(answer_classes(answers, equal), key=len, reverse=True)
-    return [[answers[c[0]], len(c), right[answers[c[0]]]] for c in classes]
+    equal = lambda a, b: verdict[a] == verdict[b] and (verdict[a] or grader.equal(a, b))
+    return [list(vote) for vote in count_votes(answers, right, equal)]
 
 
 class Solver(NamedTuple):
@@ -481,7 +475,7 @@ def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
             think=think,
             seed=solver.seed,
         )
-        votes = [count_votes(group, run.grader) for group in groups]
+        votes = [votes_of(group, run.grader) for group in groups]
         run.state.add(stage, dict(zip(chunk, votes, strict=True)))
     return {i: done[i] for i in rows}
 
@@ -494,7 +488,7 @@ def share_right(votes: Votes, samples: int) -> float:
 # ---- stage 2: label audit
 
 
-def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Grader) -> str:
+def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Verifier) -> str:
     """What the solutions of the audit models say of a label.
 
     confirmed   every model has a majority, and it is the label
@@ -510,7 +504,7 @@ def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Grader)
     answers, right = [answer for answer, _, _ in tops], [right for _, _, right in tops]
     if all(right):
         return "confirmed"
-    if any(right) or not all(same_answer(grader, answer, answers[0]) for answer in answers[1:]):
+    if any(right) or not all(grader.equal(answer, answers[0]) for answer in answers[1:]):
         return "undecided"
     label_share = sum(share_right(votes, n) for votes in by_model) / len(by_model)
     return "disputed" if label_share >= config.audit_keep_hard else "doubtful"

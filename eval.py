@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
 import distributed
+import evalreport
 import rewards
 import sandbox
 import verify
@@ -39,23 +40,24 @@ from data import (
     stop_ids,
     think_mode,
 )
+from distributed import print0
 from model import Transformer, limit_threads, local_folder
 from rewards import Verifier
 from rollout import Sampler, Truncation, evaluate, sample_groups
+from rundir import part_of, settings_of
 from scores import (
     ANSWERED,
     LEVEL,
     RESAMPLES,
-    answer_classes,
     band,
     best_at_k,
+    count_votes,
     maj_at_k,
     pass_at_k,
     resamples,
     subset_sizes,
 )
 
-KINDS = ("pass", "maj", "best")  # scores over k
 # Ends a thought and opens the box: whatever follows is an answer. Needs no word of any language.
 CLOSING = "\n</think>\n\\boxed{"
 
@@ -66,7 +68,7 @@ def _f(default: Any, help: str) -> Any:
 
 @dataclass
 class Options:
-    """One evaluation. Units: tokens, seconds."""
+    """One evaluation. Units: tokens, seconds. None: see FROM_RUN."""
 
     model: str = _f(str(ROOT / "assets/tiny-base"), "checkpoint, hub id, or run (newest policy)")
     data: list[str] = field(
@@ -80,18 +82,18 @@ class Options:
     save_responses: str = _f("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     # Problems
-    prompt_key: str = _f("", "column of the prompt; empty: prompt, problem, question, ...")
-    label_key: str = _f("", "column of the right answer; empty: label, answer, ground_truth, ...")
-    prompt_suffix: str = _f("", "line behind every prompt, such as a request to box the answer")
+    prompt_key: str | None = _f(None, "column of the prompt; empty: prompt, problem, question, ...")
+    label_key: str | None = _f(None, "column of the answer; empty: label, answer, ...")
+    prompt_suffix: str | None = _f(None, "line behind every prompt: a request to box the answer")
     max_prompt_tokens: int = _f(4096, "longer prompts are dropped, and counted")
 
     # Sampling
-    max_response_tokens: int = _f(128, "response budget, stop token included")
+    max_response_tokens: int | None = _f(None, "response budget, stop token included")
     temperature: float = _f(1.0, "sampling temperature; 0: greedy")
     top_p: float = _f(1.0, "draw from the likeliest tokens of this total probability")
     top_k: int = _f(0, "draw from that many likeliest tokens; 0: all")
     min_p: float = _f(0.0, "draw tokens at least this likely, relative to the likeliest")
-    think: str = _f("auto", "thinking tags: auto, require (no </think>, no answer) or none")
+    think: str | None = _f(None, "thinking tags: auto, require (no </think>, no answer) or none")
     force_budget: bool = _f(False, "close a thought that the budget cuts off, ask for the answer")
     answer_tokens: int = _f(32, "budget of the answer after a forced end")
     seed: int = _f(0, "seeds sampling and bootstrap")
@@ -108,10 +110,11 @@ class Options:
     def check(self) -> None:
         """ConfigError for a value out of range."""
         for name in POSITIVE:
-            if getattr(self, name) <= 0:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0.")
         for name in ("device", "dtype", "think"):
-            if getattr(self, name) not in CHOICES[name]:
+            if getattr(self, name) not in (None, *CHOICES[name]):
                 raise ConfigError(f"--{name} must be one of {', '.join(CHOICES[name])}.")
         if self.temperature < 0:
             raise ConfigError("--temperature must not be negative.")
@@ -119,6 +122,9 @@ class Options:
             raise ConfigError(
                 "--top-p must be above 0 and at most 1, --top-k not negative, --min-p in [0, 1]."
             )
+        if len(set(self.data)) < len(self.data):
+            raise ConfigError(f"--data names a set twice: {' '.join(self.data)}.")
+        check_files(self)
 
     @property
     def truncation(self) -> Truncation:
@@ -128,6 +134,55 @@ class Options:
 
 POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens top_p nproc slots
     max_tokens_per_micro_batch verifier_workers verifier_timeout_s""".split()
+# What is left unset is that of the run which --model or --compare belongs to; else this.
+FROM_RUN = {
+    "max_response_tokens": 128,
+    "prompt_suffix": "",
+    "prompt_key": "",
+    "label_key": "",
+    "think": "auto",
+}
+
+
+def figure_of(options: Options) -> str:
+    """The file of the figure, if there will be one."""
+    return str(Path(options.output).with_suffix(".png")) if options.compare else ""
+
+
+def check_files(options: Options) -> None:
+    """ConfigError for a file to write that is an input, or that two flags write."""
+    taken = {Path(data).resolve(): f"--data {data}" for data in options.data}
+    for flag, file in (
+        ("--output", options.output),
+        ("--save-responses", options.save_responses),
+        ("the figure of --output,", options.output and figure_of(options)),
+    ):
+        if file and (place := Path(file).resolve()) in taken:
+            raise ConfigError(f"{flag} {file} would overwrite {taken[place]}; name another file.")
+        if file:
+            taken[place] = f"{flag} {file}"
+
+
+def take_from_run(options: Options) -> None:
+    """Fill what is unset from the first of --model and --compare that is of a run, and say so."""
+    stored = settings_of(options.model) or (settings_of(options.compare) if options.compare else {})
+    unset = [name for name in FROM_RUN if getattr(options, name) is None]
+    for name in unset:
+        setattr(options, name, stored.get(name, FROM_RUN[name]))
+    changed = [f"{n} {getattr(options, n)!r}" for n in unset if getattr(options, n) != FROM_RUN[n]]
+    if changed:
+        print0(f"as in the run: {', '.join(changed)}")
+
+
+def open_files(options: Options) -> None:
+    """What cannot be written fails now, not after hours; older responses there are dropped."""
+    for flag, file in (("output", options.output), ("save-responses", options.save_responses)):
+        if file and distributed.rank() == 0:
+            try:
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+                open(file, "a" if flag == "output" else "w").close()
+            except OSError as error:
+                raise ConfigError(f"--{flag} {file} cannot be written: {error.strerror}.") from None
 
 
 # ---- what to evaluate
@@ -141,14 +196,6 @@ class Subject:
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     sets: dict[str, tuple[list[Problem], int]]  # problems, and how many were dropped as too long
-
-
-def part_of(path: str, part: str) -> str:
-    """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
-    it is.
-    """
-    newest = max((Path(path) / "checkpoints").glob("step_??????"), default=Path(path))
-    return str(newest / part) if (newest / part).is_dir() else path
 
 
 def prepare(path: str, options: Options) -> Subject:
@@ -168,8 +215,12 @@ def prepare(path: str, options: Options) -> Subject:
     return subject
 
 
-def check_same_problems(subjects: Sequence[Subject]) -> None:
-    """Paired differences need the same problems in the same places."""
+def check_pair(subjects: Sequence[Subject]) -> None:
+    """Paired differences need two checkpoints, and the same problems in the same places."""
+    if len(subjects) > len({s.folder.resolve() for s in subjects}):
+        raise ConfigError(
+            f"--compare is the checkpoint of --model ({subjects[0].folder}); no score would differ."
+        )
     for data in subjects[0].sets:
         if len({tuple((p.id, p.label) for p in s.sets[data][0]) for s in subjects}) > 1:
             raise ConfigError(
@@ -190,17 +241,17 @@ def score_problem(
     """
     n, kind, mean = len(group), group[0].problem.verifier, lambda xs: sum(xs) / len(group)
     has_answer = lambda r: kind in rewards.ANSWERS and r.reason in ANSWERED
-    answers = [r.answer if has_answer(r) else None for r in group]
-    # In the grader's workers, not here: a comparison of two answers can hang like any other.
-    equal = lambda a, b: grader.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct
-    classes = answer_classes(answers, equal)
-    votes, verdicts = [len(c) for c in classes], [group[c[0]].correct == 1 for c in classes]
+    votes = count_votes(
+        [r.answer if has_answer(r) else None for r in group],
+        [r.correct == 1 for r in group],
+        lambda a, b: grader.equal(a, b, kind),
+    )
     right = sum(r.correct == 1 for r in group)
     scores = {f"avg@{n}": mean([r.correct for r in group])}
     for k in subset_sizes(n):
         scores[f"pass@{k}"] = pass_at_k(n, right, k)
         if vote:
-            scores[f"maj@{k}"] = maj_at_k(n, votes, verdicts, k)
+            scores[f"maj@{k}"] = maj_at_k(n, [v[1] for v in votes], [v[2] for v in votes], k)
         if finals is not None:
             scores[f"best@{k}"] = best_at_k(finals, [r.correct for r in group], k)
     scores["truncated"] = mean([r.finish_reason == "length" for r in group])
@@ -213,7 +264,7 @@ def score_problem(
         "label": group[0].problem.label,
         "n": n,
         "right": right,
-        "answers": {answers[c[0]]: len(c) for c in sorted(classes, key=len, reverse=True)},
+        "answers": {answer: count for answer, count, _ in votes},
         "verdicts": dict(Counter(r.reason for r in group)),
         "scores": scores,
     }
@@ -305,7 +356,15 @@ def load_critic(options: Options, device: torch.device) -> torch.nn.Module:
     from critic import Critic
 
     folder = part_of(options.critic, "critic")
-    critic = Critic.from_pretrained(folder, getattr(torch, options.dtype))
+    try:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"{folder} is no directory")
+        critic = Critic.from_pretrained(folder, getattr(torch, options.dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--critic {options.critic} is no critic: {error}; give a run that has one, or the "
+            "folder `critic` of a checkpoint."
+        ) from error
     return critic.to(device).requires_grad_(False)
 
 
@@ -327,13 +386,13 @@ def sample_set(
 
 
 def evaluate_subject(
-    subject: Subject, options: Options, device: torch.device, grader: verify.Verifier
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    subject: Subject, critic: torch.nn.Module | None, options: Options, device: torch.device,
+    grader: verify.Verifier,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yield (set, result) for every set: scores with bands, and the problems behind them. Rank 0
     scores, the others only sample.
     """
     sampler = load_sampler(subject, options, device)
-    critic = load_critic(options, device) if options.critic else None
     for data, (problems, dropped) in subject.sets.items():
         think = think_mode(options.think, problems)
         groups, finals = sample_set(sampler, critic, grader, problems, options, think)
@@ -357,27 +416,26 @@ def evaluate_subject(
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
     """The whole evaluation: tables, files; returns the report (whole on rank 0 alone)."""
+    take_from_run(options)
     roles = ("model", "compare") if options.compare else ("model",)
     subjects = {role: prepare(getattr(options, role), options) for role in roles}
-    check_same_problems(list(subjects.values()))
+    check_pair(list(subjects.values()))
     report: dict[str, Any] = {"settings": settings(options)}
-    if distributed.rank() == 0:
-        for file in filter(None, (options.output, options.save_responses)):
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text("")  # what cannot be written fails now, not after hours
+    critic = load_critic(options, device) if options.critic else None
+    open_files(options)
     workers, timeout = options.verifier_workers, options.verifier_timeout_s
     with Verifier(num_workers=workers, timeout_s=timeout) as grader:
         for role, subject in subjects.items():
             report[role] = {"path": subject.path, "sets": {}}
-            for data, result in evaluate_subject(subject, options, device, grader):
+            for data, result in evaluate_subject(subject, critic, options, device, grader):
                 report[role]["sets"][data] = result
                 save(options, report)
-                print_result(subject.path, data, report["settings"], result)
+                evalreport.print_result(subject.path, data, report["settings"], result)
     if options.compare and distributed.rank() == 0:
         report["comparison"] = {data: compare_set(options, report, data) for data in options.data}
         save(options, report)
         if options.output:
-            draw(options, report, Path(options.output).with_suffix(".png"))
+            evalreport.draw(report, Path(figure_of(options)))
     return report
 
 
@@ -386,12 +444,9 @@ def compare_set(options: Options, report: dict, data: str) -> dict[str, Any]:
     before, after = (report[role]["sets"][data]["per_problem"] for role in ("model", "compare"))
     comparison = compare(before, after, resamples(len(before), options.seed))
     print(f"\n{options.compare} minus {options.model} on {data}, paired over problems")
-    print_table(report["settings"], comparison["differences"], sign="+")
-    print_moves(comparison)
+    evalreport.print_table(report["settings"], comparison["differences"], sign="+")
+    evalreport.print_moves(comparison)
     return comparison
-
-
-# ---- output
 
 
 def settings(options: Options) -> dict[str, Any]:
@@ -407,101 +462,6 @@ def save(options: Options, report: dict) -> None:
     """Write the report as far as it has come: a set that is done is not lost with the next."""
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def print_result(path: str, data: str, s: dict, result: dict) -> None:
-    """The table of one model on one set."""
-    dropped = f", {result['dropped']} dropped: too long" if result["dropped"] else ""
-    print(
-        f"\n{path} on {data}: {result['problems']} problems x {s['n']} = "
-        f"{result['responses']} responses{dropped}"
-    )
-    print_table(s | {"think": result["think"]}, result["scores"])
-    if "maj@1" not in result["scores"]:
-        print("no maj@k: some of these problems are of a kind that has no answer to vote for.")
-    if result["scores"]["truncated"]["value"] > 0.5:
-        print("WARNING: most responses were cut off; raise --max-response-tokens.")
-
-
-def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
-    """Settings, then scores with their bands: one row per k, then the others."""
-    forced = f" + {s['answer_tokens']} forced" if s["force_budget"] else ""
-    drawn = asdict(Truncation())
-    drawn = "".join(f", {name} {s[name]:g}" for name, whole in drawn.items() if s[name] != whole)
-    print(
-        f"n {s['n']}, temperature {s['temperature']:g}{drawn}, "
-        f"{s['max_response_tokens']} tokens{forced}, "
-        f"think {s['think']}, {s['dtype']}, seed {s['seed']}, verifier {s['verifier']}; "
-        f"[{LEVEL:.0%} bands over problems, {RESAMPLES} resamples]"
-    )
-
-    def cell(name: str) -> str:
-        places = 1 if name == "length" else 3
-        value, low, high = (  # + 0.0: a rounded -0.0 is not a loss
-            f"{round(scores[name][part], places) + 0.0:{sign}.{places}f}"
-            for part in ("value", "low", "high")
-        )
-        return f"{value} [{low}, {high}]"
-
-    kinds = [kind for kind in KINDS if f"{kind}@1" in scores]
-    row = lambda cells: "  ".join(f"{text:24}" for text in cells).rstrip()
-    print(f"{'k':>12}  {row(f'{kind}@k' for kind in kinds)}")
-    for k in subset_sizes(s["n"]):
-        print(f"{k:12}  {row(cell(f'{kind}@{k}') for kind in kinds)}")
-    for name in scores:
-        if name.split("@")[0] not in kinds:
-            print(f"{name:>12}  {cell(name)}")
-
-
-def print_moves(comparison: dict) -> None:
-    """Where the change of avg comes from, and which problems were gained and lost."""
-    parts = comparison["avg_change"]
-    print("avg changed by " + " ".join(f"{x:+.3f} ({name})" for name, x in parts.items()))
-    for name in ("gained", "lost"):
-        moved = [f"{m['id']} ({m['before']} -> {m['after']})" for m in comparison[name]]
-        more = ", ..." if len(moved) > 5 else ""
-        print(f"{name} {len(moved)} problems{': ' if moved else ''}{', '.join(moved[:5])}{more}")
-
-
-def draw(options: Options, report: dict, file: Path) -> None:
-    """Per set: scores over k of both models, their paired difference, and every problem's move."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no {file}: drawing needs `pip install matplotlib`; the numbers are saved.")
-        return
-    figure = Figure(figsize=(13.5, 3.8 * len(options.data)), layout="tight")
-    axes = figure.subplots(len(options.data), 3, squeeze=False)
-    ks = subset_sizes(options.n)
-
-    def curves(ax, scores: dict, label: str, style: str) -> None:
-        for number, kind in enumerate(KINDS):
-            if f"{kind}@1" in scores:
-                parts = ("value", "low", "high")
-                value, low, high = ([scores[f"{kind}@{k}"][p] for k in ks] for p in parts)
-                ax.plot(ks, value, style, color=f"C{number}", label=f"{kind}@k {label}")
-                ax.fill_between(ks, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ks, ks)
-        ax.set_xlabel("k")
-        ax.legend(fontsize=7, handlelength=4)
-
-    for (left, middle, right), data in zip(axes, options.data, strict=True):
-        before, after = (report[role]["sets"][data] for role in ("model", "compare"))
-        curves(left, before["scores"], "before", "o--")
-        curves(left, after["scores"], "after", "o-")
-        left.set_title(Path(data).name, fontsize=10)
-        curves(middle, report["comparison"][data]["differences"], "", "o-")
-        middle.axhline(0, color="grey", linewidth=0.8)
-        middle.set_title(f"after - before, paired, {LEVEL:.0%} bands", fontsize=10)
-        pairs = zip(before["per_problem"], after["per_problem"], strict=True)
-        moves = Counter((a["right"], b["right"]) for a, b in pairs)
-        right.scatter(*zip(*moves, strict=True), s=[9 * c for c in moves.values()], alpha=0.5)
-        right.plot([0, options.n], [0, options.n], color="grey", linewidth=0.8)
-        right.set(xlabel=f"right of {options.n} before", ylabel=f"right of {options.n} after")
-        right.set_title("problems (area: their number)", fontsize=10)
-    figure.savefig(file, dpi=110)
-    print(f"figure: {file}")
 
 
 # ---- command line

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rundir import file_of, first_wrong_token, read_rows, token_texts
+from rundir import file_of, first_wrong_token, part_of, read_rows, token_texts
 
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response
@@ -145,7 +145,8 @@ def tokenizer_of(run: Path, model: str) -> Any:
     """The tokenizer of the run's newest checkpoint, or of its start model."""
     from data import load_tokenizer
 
-    return load_tokenizer(max((run / "checkpoints").glob("step_??????/policy"), default=model))
+    policy = part_of(str(run), "policy")
+    return load_tokenizer(model if policy == str(run) else policy)
 
 
 def group_html(group: Sequence[dict], tokenizer: Any, scale: float) -> str:

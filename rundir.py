@@ -2,6 +2,7 @@
 to the embedded task.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix
@@ -22,6 +23,23 @@ def file_of(run: Path, name: str) -> Path:
     if not (run / name).is_file():
         raise SystemExit(f"error: {run} holds no {name}; give the directory that train.py printed.")
     return run / name
+
+
+def part_of(path: str, part: str) -> str:
+    """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
+    it is.
+    """
+    newest = max((Path(path) / "checkpoints").glob("step_??????"), default=Path(path))
+    return str(newest / part) if (newest / part).is_dir() else path
+
+
+def settings_of(path: str) -> dict[str, Any]:
+    """The fields of the run that `path` is, or is a checkpoint or a policy of; {} for any other."""
+    whole = Path(path).resolve()
+    for folder in (whole, *whole.parents[1:3]):  # RUN, RUN/checkpoints/step_N, .../policy
+        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+            return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {}
 
 
 def read_rows(file: Path) -> Iterator[dict]:

@@ -51,6 +51,16 @@ def answer_classes(
     return classes
 
 
+def count_votes(
+    answers: Sequence[str | None], right: Sequence[bool], equal: Callable[[str, str], bool]
+) -> list[tuple[str, int, bool]]:
+    """(answer, how many responses gave it, whether it is right), the most frequent first. The class
+    of equal answers goes by its first one, which also says whether it is right.
+    """
+    classes = sorted(answer_classes(answers, equal), key=len, reverse=True)
+    return [(answers[c[0]], len(c), right[c[0]]) for c in classes]
+
+
 def maj_at_k(n: int, votes: Sequence[int], right: Sequence[bool], k: int) -> float:
     """Chance that the most frequent answer among k of the n responses is right. votes[i] responses
     gave answer i.

@@ -425,6 +425,10 @@ class Verifier:
             raise ValueError(f"this pool grades {', '.join(self.kinds)}, not {kind!r}")
         return self.pool.submit(self._grade, response, label, think, kind)
 
+    def equal(self, a, b, kind="math"):
+        """Whether two answers are equal by value; in a worker, as comparing them can hang too."""
+        return self.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct
+
     def score(self, pairs, think="auto", kind="math"):
         """Grade (response, label) pairs -> list of Verdict in the same order."""
         futures = [self.submit(response, label, think, kind) for response, label in pairs]
@@ -472,6 +476,9 @@ def read_jsonl(path, *required):
     return rows
 
 
+OPTION = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")  # a letter: B, (B), \text{B}
+
+
 def label_kind(label):
     """How a label will be graded -> (kind, its first reading or None)."""
     if not verify(f"\\boxed{{{label}}}", label).correct:
@@ -498,7 +505,7 @@ def audit(path):
             found["  empty"].append(label)
         if reading and reading[0] in ("list", "set"):
             found["  several values"].append(label)
-        if re.fullmatch(r"(\\\w+\{)?\(?[A-E]\)?\}?", clean(str(label))):
+        if OPTION.fullmatch(clean(str(label))):
             found["  multiple choice"].append(label)
     different = len({json.dumps(row, sort_keys=True) for row in rows})
     print(f"{len(rows)} lines, {len(rows) - different} of them repeated")

@@ -238,9 +238,8 @@ def test_overlap_is_near_linear_in_rows_that_share_a_template():
 class EqualText:
     """A grader that knows texts alone."""
 
-    def submit(self, response, label, think="auto"):
-        verdict = SimpleNamespace(correct=response == f"\\boxed{{{label}}}")
-        return SimpleNamespace(result=lambda: verdict)
+    def equal(self, a, b):
+        return a == b
 
 
 @pytest.mark.parametrize(
@@ -280,7 +279,7 @@ def test_votes_group_answers_by_value_and_leave_out_what_gives_none():
         said("0.5", "hedge"),
     ]
     with Verifier(1) as grader:
-        votes = curate.count_votes(group, grader)
+        votes = curate.votes_of(group, grader)
     assert votes == [["2", 3, 0], ["0.5", 2, 1], ["3", 1, 0]]
     assert curate.share_right(votes, len(group)) == 0.25
 

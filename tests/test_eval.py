@@ -15,8 +15,9 @@ import train
 import verify
 from critic import Critic
 from data import Problem, Rollout, load_problems, load_tokenizer, pack
-from eval import CLOSING, Options, compare, final_values, main, parse, part_of, score_problem
+from eval import CLOSING, Options, compare, final_values, main, parse, score_problem
 from model import Transformer
+from rundir import part_of
 from scores import resamples
 
 ROOT = Path(__file__).parent.parent
@@ -158,13 +159,13 @@ def test_part_scores_count_in_avg_and_only_whole_ones_are_right(grader):
     assert "maj@4" not in row["scores"] and row["answers"] == {}
 
 
-def test_kinds_without_an_answer_have_no_majority(tmp_path, capsys):
+def test_kinds_without_an_answer_have_no_majority(tmp_path, same_model, capsys):
     rows = [
         PROBLEMS[0],
         {"prompt": "Say it.", "label": {"words": [1, 999]}, "verifier": "instruction"},
     ]
     file = write(tmp_path / "a.jsonl", rows)
-    report, _ = run(tmp_path, "--data", file, "--n", 2, "--compare", TINY)
+    report, _ = run(tmp_path, "--data", file, "--n", 2, "--compare", same_model)
     assert not any(name.startswith("maj") for name in sets(report)[file]["scores"])
     assert "no maj@k" in capsys.readouterr().out
 
@@ -320,9 +321,15 @@ def test_models_that_would_see_different_problems_are_refused_before_sampling(
         main(["--data", file, "--compare", str(folder), "--max-prompt-tokens", limit])
 
 
-def test_a_checkpoint_compared_with_itself_differs_nowhere(tmp_path):
+@pytest.fixture(scope="module")
+def same_model(tmp_path_factory):
+    """A copy of the embedded model."""
+    return shutil.copytree(TINY, tmp_path_factory.mktemp("copy") / "policy")
+
+
+def test_the_same_weights_differ_nowhere(tmp_path, same_model):
     file = write(tmp_path / "a.jsonl", PROBLEMS[:5])
-    report, _ = run(tmp_path, "--data", file, "--n", 3, "--compare", TINY)
+    report, _ = run(tmp_path, "--data", file, "--n", 3, "--compare", same_model)
     comparison = report["comparison"][file]
     assert comparison["gained"] == comparison["lost"] == []
     assert all(set(band.values()) == {0.0} for band in comparison["differences"].values())
@@ -342,10 +349,10 @@ def test_a_comparison_is_the_difference_of_the_two_reports_and_draws_a_figure(
     assert "minus" in capsys.readouterr().out
 
 
-def test_without_matplotlib_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_numbers_are_kept(tmp_path, same_model, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", PROBLEMS[:2])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report, _ = run(tmp_path, "--data", file, "--n", 2, "--compare", TINY)
+    report, _ = run(tmp_path, "--data", file, "--n", 2, "--compare", same_model)
     assert "comparison" in report and "pip install matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "out.png").exists()
 
@@ -376,9 +383,15 @@ def test_a_run_a_checkpoint_and_a_policy_are_all_models(changed_model, tmp_path)
         ("--nn 3", ["--nn", "--help"]),
         ("--data nowhere.jsonl", ["nowhere.jsonl", "does not exist"]),
         ("--model nowhere/model", ["nowhere/model", "checkpoint"]),
-        ("--critic assets", ["assets", "config.json"]),
+        ("--critic assets", ["--critic assets is no critic", "config.json", "give a run"]),
+        ("--critic /nope", ["--critic /nope is no critic", "no directory", "give a run"]),
+        (f"--critic {TINY}", ["is no critic", "value_head", "give a run"]),
+        (f"--compare {TINY}", ["--compare is the checkpoint of --model"]),
+        ("--data a.jsonl a.jsonl", ["--data names a set twice"]),
+        ("--output assets", ["--output assets cannot be written", "directory"]),
         ("--compare nowhere/model", ["nowhere/model", "checkpoint"]),
-        ("--output /proc/x/out.json", ["/proc/x"]),
+        ("--output /proc/x/out.json", ["--output /proc/x"]),
+        ("--save-responses /proc/x/out.jsonl", ["--save-responses /proc/x"]),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, monkeypatch):
@@ -387,6 +400,53 @@ def test_bad_input_is_one_sentence(flags, words, monkeypatch):
         main(flags.split())
     message = str(error.value)
     assert message.startswith("error: ") and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--output DATA", "--output .* would overwrite --data"),
+        ("--save-responses ./DATA", "--save-responses .* would overwrite --data"),
+        ("--output x.json --save-responses x.json", "would overwrite --output x.json"),
+        (
+            f"--compare {ROOT} --output x.json --save-responses x.png",
+            "the figure of --output, x.png",
+        ),
+        (f"--compare {ROOT} --output x.png", "the figure of --output, x.png would overwrite"),
+    ],
+)
+def test_no_flag_overwrites_the_data_or_what_another_flag_writes(
+    flags, words, tmp_path, monkeypatch
+):
+    """--data d.jsonl --output d.jsonl emptied the data file; responses went that way too."""
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path / "DATA", PROBLEMS[:2])
+    with pytest.raises(SystemExit, match=f"^error: .*{words}"):
+        main(["--data", str(file), *flags.split()])
+    assert len((tmp_path / "DATA").read_text().splitlines()) == 2 and not list(tmp_path.glob("x*"))
+
+
+def test_a_run_brings_its_budget_and_the_form_of_its_problems(tmp_path, changed_model, capsys):
+    """eval.py --model RUN used 128 tokens and no suffix, whatever the run had been trained with."""
+    folder = changed_model.parents[2]
+    of_run = dict(max_response_tokens=17, prompt_suffix="Box it.", label_key="gold", think="none")
+    (folder / "config.json").write_text(json.dumps(of_run | {"lr": 1, "prompt_key": ""}))
+    rows = [{"prompt": row["prompt"], "gold": row["label"]} for row in PROBLEMS[:2]]
+    file = write(tmp_path / "a.jsonl", rows)
+    for path in (folder, changed_model.parent, changed_model):
+        report, responses = run(tmp_path, "--model", path, "--data", file, "--n", 2)
+        assert report["settings"].items() >= of_run.items()
+        assert all("Box it." in row["prompt"] for row in responses)
+    assert (
+        "as in the run: max_response_tokens 17, prompt_suffix 'Box it.'" in capsys.readouterr().out
+    )
+    own = ["--max-response-tokens", 9, "--prompt-suffix", ""]
+    report, responses = run(tmp_path, "--model", folder, "--data", file, "--n", 2, *own)
+    assert (report["settings"]["max_response_tokens"], report["settings"]["prompt_suffix"]) == (
+        9,
+        "",
+    )
+    (folder / "config.json").unlink()
 
 
 def test_flags_of_several_sets():

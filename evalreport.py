@@ -1,0 +1,106 @@
+"""What eval.py shows: tables of a checkpoint and of a comparison, and the figure of the latter."""
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from rollout import Truncation
+from scores import LEVEL, RESAMPLES, subset_sizes
+
+KINDS = ("pass", "maj", "best")  # scores over k
+
+
+def print_result(path: str, data: str, s: dict, result: dict) -> None:
+    """The table of one model on one set."""
+    dropped = f", {result['dropped']} dropped: too long" if result["dropped"] else ""
+    print(
+        f"\n{path} on {data}: {result['problems']} problems x {s['n']} = "
+        f"{result['responses']} responses{dropped}"
+    )
+    print_table(s | {"think": result["think"]}, result["scores"])
+    if "maj@1" not in result["scores"]:
+        print("no maj@k: some of these problems are of a kind that has no answer to vote for.")
+    if result["scores"]["truncated"]["value"] > 0.5:
+        print("WARNING: most responses were cut off; raise --max-response-tokens.")
+
+
+def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
+    """Settings, then scores with their bands: one row per k, then the others."""
+    forced = f" + {s['answer_tokens']} forced" if s["force_budget"] else ""
+    drawn = asdict(Truncation())
+    drawn = "".join(f", {name} {s[name]:g}" for name, whole in drawn.items() if s[name] != whole)
+    print(
+        f"n {s['n']}, temperature {s['temperature']:g}{drawn}, "
+        f"{s['max_response_tokens']} tokens{forced}, "
+        f"think {s['think']}, {s['dtype']}, seed {s['seed']}, verifier {s['verifier']}; "
+        f"[{LEVEL:.0%} bands over problems, {RESAMPLES} resamples]"
+    )
+
+    def cell(name: str) -> str:
+        places = 1 if name == "length" else 3
+        value, low, high = (  # + 0.0: a rounded -0.0 is not a loss
+            f"{round(scores[name][part], places) + 0.0:{sign}.{places}f}"
+            for part in ("value", "low", "high")
+        )
+        return f"{value} [{low}, {high}]"
+
+    kinds = [kind for kind in KINDS if f"{kind}@1" in scores]
+    row = lambda cells: "  ".join(f"{text:24}" for text in cells).rstrip()
+    print(f"{'k':>12}  {row(f'{kind}@k' for kind in kinds)}")
+    for k in subset_sizes(s["n"]):
+        print(f"{k:12}  {row(cell(f'{kind}@{k}') for kind in kinds)}")
+    for name in scores:
+        if name.split("@")[0] not in kinds:
+            print(f"{name:>12}  {cell(name)}")
+
+
+def print_moves(comparison: dict) -> None:
+    """Where the change of avg comes from, and which problems were gained and lost."""
+    parts = comparison["avg_change"]
+    print("avg changed by " + " ".join(f"{x:+.3f} ({name})" for name, x in parts.items()))
+    for name in ("gained", "lost"):
+        moved = [f"{m['id']} ({m['before']} -> {m['after']})" for m in comparison[name]]
+        more = ", ..." if len(moved) > 5 else ""
+        print(f"{name} {len(moved)} problems{': ' if moved else ''}{', '.join(moved[:5])}{more}")
+
+
+def draw(report: dict, file: Path) -> None:
+    """Per set: scores over k of both models, their paired difference, and every problem's move."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {file}: drawing needs `pip install matplotlib`; the numbers are saved.")
+        return
+    n, sets = report["settings"]["n"], list(report["comparison"])
+    figure = Figure(figsize=(13.5, 3.8 * len(sets)), layout="tight")
+    axes = figure.subplots(len(sets), 3, squeeze=False)
+    ks = subset_sizes(n)
+
+    def curves(ax, scores: dict, label: str, style: str) -> None:
+        for number, kind in enumerate(KINDS):
+            if f"{kind}@1" in scores:
+                parts = ("value", "low", "high")
+                value, low, high = ([scores[f"{kind}@{k}"][p] for k in ks] for p in parts)
+                ax.plot(ks, value, style, color=f"C{number}", label=f"{kind}@k {label}")
+                ax.fill_between(ks, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ks, ks)
+        ax.set_xlabel("k")
+        ax.legend(fontsize=7, handlelength=4)
+
+    for (left, middle, right), data in zip(axes, sets, strict=True):
+        before, after = (report[role]["sets"][data] for role in ("model", "compare"))
+        curves(left, before["scores"], "before", "o--")
+        curves(left, after["scores"], "after", "o-")
+        left.set_title(Path(data).name, fontsize=10)
+        curves(middle, report["comparison"][data]["differences"], "", "o-")
+        middle.axhline(0, color="grey", linewidth=0.8)
+        middle.set_title(f"after - before, paired, {LEVEL:.0%} bands", fontsize=10)
+        pairs = zip(before["per_problem"], after["per_problem"], strict=True)
+        moves = Counter((a["right"], b["right"]) for a, b in pairs)
+        right.scatter(*zip(*moves, strict=True), s=[9 * c for c in moves.values()], alpha=0.5)
+        right.plot([0, n], [0, n], color="grey", linewidth=0.8)
+        right.set(xlabel=f"right of {n} before", ylabel=f"right of {n} after")
+        right.set_title("problems (area: their number)", fontsize=10)
+    figure.savefig(file, dpi=110)
+    print(f"figure: {file}")
