@@ -16,10 +16,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 ROOT = Path(__file__).parent
 
@@ -365,8 +366,12 @@ def reward_weights(mix: str) -> dict[str, float]:
     return weights
 
 
-def read_recipe(path: str) -> dict[str, Any]:
-    """Fields of a YAML recipe; an unknown key or an unreadable file is a ConfigError."""
+def read_recipe(path: str | None) -> dict[str, Any]:
+    """Fields of a YAML recipe, {} without one; an unknown key or an unreadable file is a
+    ConfigError.
+    """
+    if path is None:
+        return {}
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -379,15 +384,60 @@ def read_recipe(path: str) -> dict[str, Any]:
     return recipe
 
 
-def parse(argv: Sequence[str] | None = None) -> Config:
-    """Config from flags and an optional --config recipe; raises ConfigError, exits with usage on a
-    bad value.
+class Help(argparse.HelpFormatter):
+    """A flag with the type of its value, and its default where that says something."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = {string_to_bool: "true|false", None: ""}
+        kind = names.get(action.type, getattr(action.type, "__name__", ""))
+        return f"{action.option_strings[-1]} {kind}".strip()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", str(action.default).replace(f"{ROOT}/", "")
+        silent = action.default in (None, "", argparse.SUPPRESS) or "(default" in text
+        return text if silent else f"{text} (default: {default})".replace("%", "%%")
+
+
+class Parser(HfArgumentParser):
+    """The flags of a dataclass, none of them abbreviated: a bad value is a ConfigError, and --help
+    has the comments between the fields for headings.
     """
+
+    def __init__(self, options: type, **kwargs: Any):
+        heading, self.headings, self.groups = "Flags", {}, {}
+        lines = re.findall(r"^    (?:# (?!fmt)(.+)|(\w+):)", inspect.getsource(options), re.M)
+        for comment, name in lines:
+            heading = comment or heading
+            self.headings[name] = heading
+        how = {
+            "allow_abbrev": False,
+            "formatter_class": Help,
+            "usage": "%(prog)s [--flag value ...]",
+        }
+        super().__init__(options, **how | kwargs)
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+        """Into the group of its heading."""
+        heading = self.headings.get(kwargs.get("dest") or names[0].lstrip("-"))
+        if heading is None:
+            return super().add_argument(*names, **kwargs)
+        if heading not in self.groups:
+            self.groups[heading] = self.add_argument_group(heading)
+        return self.groups[heading].add_argument(*names, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse finds wrong."""
+        raise ConfigError(f"{message}; `--help` lists the flags.")
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """Config from flags and an optional --config recipe; raises ConfigError."""
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", help="YAML recipe of the fields below")
     known, rest = first.parse_known_args(argv)
-    parser = HfArgumentParser(Config, allow_abbrev=False, parents=[first])
+    usage = "%(prog)s [--config RECIPE.yaml] [--flag value ...]"
+    parser = Parser(Config, parents=[first], usage=usage)
     # The parser knows --no-x only for fields that are True by default; a None becomes False the same way.
     negated = {
         f"--no{sep}{f.name.replace('_', sep)}": f.name
@@ -396,12 +446,13 @@ def parse(argv: Sequence[str] | None = None) -> Config:
         for sep in "-_"
     }
     rest = [f"--{negated[flag]}=false" if flag in negated else flag for flag in rest]
-    recipe = read_recipe(known.config) if known.config else {}
-    given = _parse(parser, recipe, rest)
+    recipe = read_recipe(known.config)
+    given = from_flags(parser, _as_flags(parser, f"--config {known.config}", recipe) + rest)
     if not given.resume:
         return given
     stored = read_stored(given.output_dir)
-    config = _parse(parser, recipe | stored, rest)
+    file = str(Path(given.output_dir) / "config.json")
+    config = from_flags(parser, _as_flags(parser, file, recipe | stored) + rest)
     for name in FIXED_ON_RESUME:
         new, old = getattr(config, name), stored.get(name, getattr(Config, name))
         _require(
@@ -419,18 +470,27 @@ def read_stored(output_dir: str) -> dict[str, Any]:
     _require(
         file.exists(), "resume", f"finds no run in {output_dir}; leave it out to start one there"
     )
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged ({error}); put back a good copy.") from error
 
 
-def _parse(parser: HfArgumentParser, fields_: Mapping[str, Any], rest: list[str]) -> Config:
-    # Fields as flags in front of the user's own: one parser converts both, and the later one wins.
+def _as_flags(parser: Parser, where: str, fields_: Mapping[str, Any]) -> list[str]:
+    """Fields of a file as flags, to stand before the user's own: one parser converts both, and the
+    later one wins. A bad value among them is a ConfigError that names the file.
+    """
     flags = [f"--{name}={value}" for name, value in fields_.items() if value is not None]
-    return from_flags(parser, flags + rest)
+    try:
+        from_flags(parser, flags)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return flags
 
 
-def from_flags(parser: HfArgumentParser, argv: Sequence[str] | None) -> Any:
-    """The dataclass of a parser; raises ConfigError for unknown flags, exits with usage on a bad
-    value. None: the flags of this process.
+def from_flags(parser: Parser, argv: Sequence[str] | None) -> Any:
+    """The dataclass of a parser; ConfigError for an unknown flag or a bad value. None: the flags of
+    this process.
     """
     options, *_, unknown = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False

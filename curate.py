@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from jinja2 import TemplateError
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 import distributed
 import overlap
-from config import CHOICES, ROOT, ConfigError, from_flags
+from config import CHOICES, ROOT, ConfigError, Parser, from_flags
 from data import (
     LABEL_COLUMNS,
     PROMPT_COLUMNS,
@@ -662,7 +661,7 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None = None) -> CurateConfig:
     """Checked CurateConfig from flags; ConfigError for what cannot run."""
     about = (__doc__ or "").splitlines()[0]
-    config = from_flags(HfArgumentParser(CurateConfig, allow_abbrev=False, description=about), argv)
+    config = from_flags(Parser(CurateConfig, description=about), argv)
     config.check()
     return config
 

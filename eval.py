@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import HfArgumentParser, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import distributed
 import evalreport
@@ -29,7 +29,7 @@ import rewards
 import sandbox
 import verify
 from books import append, is_repetitive, sample_row
-from config import CHOICES, ROOT, ConfigError, from_flags
+from config import CHOICES, ROOT, ConfigError, Parser, from_flags
 from data import (
     Problem,
     Rollout,
@@ -470,7 +470,7 @@ def save(options: Options, report: dict) -> None:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Checked options from flags; ConfigError for what cannot run."""
     about = (__doc__ or "").splitlines()[0]
-    options = from_flags(HfArgumentParser(Options, allow_abbrev=False, description=about), argv)
+    options = from_flags(Parser(Options, description=about), argv)
     options.check()
     return options
 

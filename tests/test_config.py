@@ -1,6 +1,7 @@
 """Configuration: flags, recipes, row defaults, and one clear sentence for what cannot run."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -149,3 +150,30 @@ def test_only_evaluation_can_truncate_the_distribution():
     assert names == {"eval_top_p", "eval_top_k", "eval_min_p"}
     with pytest.raises(ConfigError, match="--top-p"):
         parse(["--top-p", "0.9"])
+
+
+def test_a_bad_value_is_one_sentence_that_names_the_recipe(tmp_path):
+    """It printed 65 lines of usage, and never the recipe."""
+    with pytest.raises(ConfigError, match=r"^argument --steps: invalid int value: 'x'; `--help`"):
+        parse(["--steps", "x"])
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("lr: fast\n")
+    with pytest.raises(ConfigError, match=rf"^--config {recipe}: argument --lr: .*'fast'"):
+        parse(["--config", str(recipe)])
+
+
+def test_a_damaged_config_of_the_run_to_resume_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"lr": 1e-')
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json is damaged"):
+        parse(["--resume", "--output-dir", str(tmp_path)])
+
+
+def test_help_has_every_flag_once_under_a_heading_and_no_path_of_this_machine(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    out = capsys.readouterr().out
+    for name in vars(Config()):
+        assert len(re.findall(f"^  --{name.replace('_', '-')} ", out, re.M)) == 1, name
+    headings = re.findall(r"^(\w.*):$", out, re.M)
+    assert {"Machine", "Rollout", "Reward", "Optimisation", "Critic"} < set(headings)
+    assert str(ROOT) not in out and "(default: None)" not in out and len(out.splitlines()) < 280
