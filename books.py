@@ -441,6 +441,12 @@ def alarms(
     stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
     start = state.start_entropy or math.nan
     found = {
+        "no_box": (
+            m["rollout/verdict_no_box"] > 0.5,
+            f"{m['rollout/verdict_no_box']:.0%} of the responses put nothing in \\boxed{{}}, which "
+            "counts as wrong. Ask for it in the prompt (--prompt-suffix), or raise "
+            "--max-response-tokens if they are cut off before.",
+        ),
         "no_signal": (
             state.empty_steps > 0,
             f"no group kept of {m['rollout/groups_finished']} sampled, {state.empty_steps} steps "

@@ -145,7 +145,8 @@ def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
     write_noisy(root / "noisy.jsonl")
     waiting = [job for job in jobs if not is_complete(job.folder(root))]
     with ThreadPoolExecutor(parallel) as pool:
-        list(tqdm(pool.map(lambda job: execute(job, root), waiting), total=len(waiting)))
+        done = pool.map(lambda job: execute(job, root), waiting)
+        list(tqdm(done, total=len(waiting), disable=None))
 
 
 # ---- which runs

@@ -49,7 +49,7 @@ from data import (
     with_suffix,
 )
 from distributed import print0
-from model import Transformer, limit_threads, local_folder
+from model import Transformer, limit_threads, load_config, local_folder
 from rollout import Sampler, evaluate
 from scores import ANSWERED, count_votes
 from verify import OPTION, Verifier, clean, equal, label_kind
@@ -120,7 +120,7 @@ class CurateConfig:
         for name in ("device", "dtype", "think"):
             known = getattr(self, name) in CHOICES[name]
             require(known, name, f"must be one of {', '.join(CHOICES[name])}")
-        for name in "max_prompt_tokens ngram ngram_common max_response_tokens chunk slots".split():
+        for name in ABOVE_0:
             require(getattr(self, name) > 0, name, "must be above 0")
         for name in "audit_samples samples audit_temperature temperature".split():
             require(getattr(self, name) >= 0, name, "must not be negative")
@@ -133,14 +133,18 @@ class CurateConfig:
         require(ordered, "min_pass_rate", "must be below max_pass_rate")
 
 
+ABOVE_0 = """max_prompt_tokens ngram ngram_common max_response_tokens chunk slots nproc
+    verifier_workers verifier_timeout_s""".split()
+
+
 def refuse(name: str, why: str) -> None:
     """ConfigError about one flag."""
     raise ConfigError(f"--{name.replace('_', '-')} {why}.")
 
 
 def bar(things: Iterable, what: str, **kwargs: Any) -> Iterable:
-    """A progress bar on rank 0."""
-    return tqdm(things, what, disable=distributed.rank() > 0, **kwargs)
+    """A progress bar on rank 0, if a terminal is there to show it."""
+    return tqdm(things, what, disable=distributed.rank() > 0 or None, **kwargs)
 
 
 class Drop(NamedTuple):
@@ -183,12 +187,14 @@ class Rows:
         for where, row in bar(read_rows(config.data), "rows"):
             self.where.append(where)
             self.rows.append(row)
-        first = flatten(self.rows[0]) if self.rows else {}
+        if not self.rows:
+            raise ValueError(f"{config.data} is empty: there is no row to curate.")
+        first = flatten(self.rows[0])
         self.prompt_key = config.prompt_key or find_column(first, PROMPT_COLUMNS)
         self.label_key = config.label_key or find_column(first, LABEL_COLUMNS)
         for name, key in (("prompt", self.prompt_key), ("label", self.label_key)):
             if not any(key in flatten(row) for row in self.rows):
-                columns = ", ".join(first) or "none"
+                columns = ", ".join(first)
                 raise ValueError(
                     f"no row of {config.data} has {key!r} (columns: {columns}); name the column "
                     f"with --{name}-key."
@@ -278,13 +284,16 @@ class State:
 
 @dataclass
 class Run:
-    """What all stages share; `notes` holds the fields that they add to a row."""
+    """What all stages share; `notes` holds the fields that they add to a row, `evaluation` what
+    must not be among the rows.
+    """
 
     config: CurateConfig
     device: torch.device
     data: Rows
     state: State
     grader: Verifier
+    evaluation: list[tuple[str, str]]  # (where, what the prompt says)
     notes: dict[int, dict] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -383,38 +392,54 @@ def evaluation_texts(config: CurateConfig) -> list[tuple[str, str]]:
 
 def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
     """Rows whose problem came before or is in an evaluation set, in the same words or nearly."""
-    config, where = run.config, run.data.where
-    same_label = lambda i, j: equal(run.data.label(i), run.data.label(j)).correct
-    evaluation = evaluation_texts(config)
-    said = [text for _, text in evaluation] + list(texts.values())
-    words = overlap.contents(said, max(config.ngram_common, len(said) // 100))
-    known = {w: place for w, (place, _) in zip(words, evaluation, strict=False)}
-    rows = dict(zip(texts, words[len(evaluation) :], strict=True))
-    dropped, alike = {}, defaultdict(list)
+    said = [text for _, text in run.evaluation] + list(texts.values())
+    words = overlap.contents(said, max(run.config.ngram_common, len(said) // 100))
+    places = [place for place, _ in run.evaluation]
+    known = dict(zip(words, places, strict=False))  # contents of the evaluation sets -> where
+    rows = dict(zip(texts, words[len(places) :], strict=True))
+    dropped = {
+        i: Drop("contaminated", f"the text of {known[w]}") for i, w in rows.items() if w in known
+    }
+    dropped |= find_equal({i: w for i, w in rows.items() if i not in dropped}, run)
+    return dropped | find_near({i: w for i, w in rows.items() if i not in dropped}, known, run)
+
+
+def find_equal(rows: dict[int, Any], run: Run) -> dict[int, Drop]:
+    """Rows with the very contents of another: all but the first, or all if their labels differ."""
+    where, dropped, alike = run.data.where, {}, defaultdict(list)
     for i, w in rows.items():
-        if w in known:
-            dropped[i] = Drop("contaminated", f"the text of {known[w]}")
-        else:
-            alike[w].append(i)
+        alike[w].append(i)
     for first, *again in alike.values():
-        if all(same_label(i, first) for i in again):
+        if all(same_label(run, i, first) for i in again):
             dropped |= {i: Drop("duplicate", f"of {where[first]}") for i in again}
         else:
             places = ", ".join(where[i] for i in (first, *again))
             dropped |= {i: Drop("conflict", places) for i in (first, *again)}
-    left = [i for i in rows if i not in dropped]
-    names = [*known.values(), *left]  # a place (text) in an evaluation set, or a row (number)
-    order = [*known, *(rows[i] for i in left)]
+    return dropped
+
+
+def find_near(rows: dict[int, Any], known: dict[Any, str], run: Run) -> dict[int, Drop]:
+    """Rows with nearly the contents of an evaluation problem (`known`, with its place), or of an
+    earlier row of the same label.
+    """
+    config, dropped = run.config, {}
+    names = [*known.values(), *rows]  # a place (text) in an evaluation set, or a row (number)
+    order = [*known, *rows.values()]
     nearest = overlap.near(order, config.ngram, config.ngram_overlap, config.ngram_common)
     for name, near in zip(names, bar(nearest, "overlap", total=len(order)), strict=True):
         for other in (names[j] for j in near if isinstance(name, int)):
             if isinstance(other, str):
                 dropped[name] = Drop("contaminated", f"nearly {other}")
                 break
-            if other not in dropped and same_label(name, other):
-                dropped[name] = Drop("near_duplicate", f"of {where[other]}")
+            if other not in dropped and same_label(run, name, other):
+                dropped[name] = Drop("near_duplicate", f"of {run.data.where[other]}")
                 break
     return dropped
+
+
+def same_label(run: Run, i: int, j: int) -> bool:
+    """Whether two rows have equal labels."""
+    return equal(run.data.label(i), run.data.label(j)).correct
 
 
 # ---- sampling
@@ -634,11 +659,17 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     if output.exists() and not state_file.exists():
         refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
     data = Rows(config)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    evaluation = evaluation_texts(config)
+    for model in (config.model, *config.audit_model):  # before hours of sampling, not after
+        load_config(local_folder(model))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse("output", f"{output} cannot be written: {error.strerror}")
     left, dropped = list(range(len(data))), {}
     report = {"settings": asdict(config), "rows": len(data), "written": 0, "stages": {}}
     with Verifier(config.verifier_workers, config.verifier_timeout_s) as grader:
-        run = Run(config, device, data, State(state_file, data), grader)
+        run = Run(config, device, data, State(state_file, data), grader, evaluation)
         for name, (stage, noted) in STAGES.items():
             found = stage(run, left)
             report["stages"][name] = stage_report(run, left, found, noted)

@@ -243,7 +243,7 @@ def load_problems(
     """
     problems: list[Problem] = []
     dropped, id_key = 0, ""
-    rows = tqdm(read_rows(path), f"reading {path}", unit="row", leave=False, delay=2)
+    rows = tqdm(read_rows(path), f"reading {path}", unit="row", leave=False, delay=2, disable=None)
     for where, row in rows:
         row = flatten(row)
         if not id_key:

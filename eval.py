@@ -41,7 +41,7 @@ from data import (
     think_mode,
 )
 from distributed import print0
-from model import Transformer, limit_threads, local_folder
+from model import Transformer, limit_threads, load_config, local_folder
 from rewards import Verifier
 from rollout import Sampler, Truncation, evaluate, sample_groups
 from rundir import part_of, settings_of
@@ -201,6 +201,7 @@ class Subject:
 def prepare(path: str, options: Options) -> Subject:
     """Find the checkpoint and read all sets, before anything is sampled."""
     folder = local_folder(part_of(path, "policy"))
+    load_config(folder)  # says more of a directory that is no checkpoint than the next line would
     subject = Subject(path, folder, load_tokenizer(folder), {})
     if options.force_budget and "</think>" not in subject.tokenizer.get_vocab():
         raise ConfigError(

@@ -1,6 +1,7 @@
 """A loss, an output or a gradient that is not finite: what the run saves of it, and --replay."""
 
 import math
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from distributed import print0
 from forward import LOSSES, forward_critic, forward_policy, micro_batches, of_rows
 from model import Transformer
 from start import Run, prepare
+
+SAVED = "part error config vocabulary rollouts given".split()  # in minibatch.pt
 
 
 def save_replay(
@@ -60,7 +63,7 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     """Compute the loss of a saved minibatch again, by the code of the run, and print what is not
     finite: weights, then inputs and outputs by response, then gradients. dtype: auto is the run's.
     """
-    saved = torch.load(file, map_location=device, weights_only=True)
+    saved = read_saved(file, device)
     config, part, given = Config(**saved["config"]), saved["part"], saved["given"]
     compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
@@ -101,6 +104,17 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     print0(f"gradient norm {norm}")
     if not any(found) and math.isfinite(norm):
         raise SystemExit("everything is finite: the fault did not come back.")
+
+
+def read_saved(file: Path, device: torch.device) -> dict:
+    """What `save_replay` wrote; ValueError for another file."""
+    try:
+        saved = torch.load(file, map_location=device, weights_only=True)
+        return {name: saved[name] for name in SAVED}
+    except OSError as error:
+        raise ValueError(f"--replay {file} cannot be read: {error.strerror}.") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise ValueError(f"--replay {file} is no minibatch.pt that train.py left.") from error
 
 
 def say_nonfinite(name: str, x: Tensor) -> bool:

@@ -58,8 +58,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     """Check everything that can be wrong before anything is sampled, then build or resume models
     and optimizers.
     """
+    name = run_directory(config)
     start = local_folder(config.model)
-    tokenizer = load_tokenizer(start)
+    shape, tokenizer = load_config(start), load_tokenizer(start)
     read = lambda path: load_problems(
         path,
         tokenizer,
@@ -85,9 +86,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
     if config.async_steps and config.cuda_graphs:
         raise ConfigError("--cuda-graphs cannot be recorded beside an update; leave it out.")
-    if concern := plan.concern(load_config(start), config, device, ranks):
+    if concern := plan.concern(shape, config, device, ranks):
         print0(f"WARNING: {concern}", file=sys.stderr)
-    folder = open_run_directory(config)
+    folder = open_run_directory(name)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
     state = begin(config, device, start, tokenizer, problems, saved)
@@ -101,8 +102,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
 # ---- the directory
 
 
-def open_run_directory(config: Config) -> Path:
-    """Create the run directory, or find it again with --resume; never write into another run."""
+def run_directory(config: Config) -> Path:
+    """The run directory, the same on every rank; ConfigError if it holds another run."""
     name = config.output_dir or str(
         ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
     )
@@ -113,6 +114,11 @@ def open_run_directory(config: Config) -> Path:
             f"--output-dir {folder} already holds a run; add --resume or choose another directory."
         )
     distributed.barrier()  # every rank has looked before one writes
+    return folder
+
+
+def open_run_directory(folder: Path) -> Path:
+    """Create it if need be; ConfigError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable{distributed.rank()}"

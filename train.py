@@ -50,6 +50,7 @@ from start import Run, set_up
 
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
+PROMPT_END = 120  # characters shown at the start: does the prompt ask for a box?
 SIGNAL_NOTE = {
     signal.SIGINT: b"\nstopping after this step (Ctrl-C again to stop at once, losing it)\n",
     signal.SIGTERM: b"\nSIGTERM: saving, then leaving\n",
@@ -418,9 +419,11 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
 def train(config: Config, device: torch.device) -> Path:
     """Run to `steps` (or to Ctrl-C) and return the run directory."""
     run, state = set_up(config, device)
+    first = run.problems[0]
     print0(
         f"{config.algorithm}: {run.row.about}\n"
-        f"{len(run.problems)} problems, run directory {run.folder}"
+        f"{len(run.problems)} problems, run directory {run.folder}\n"
+        f"the first prompt ends {first.prompt[-PROMPT_END:]!r}, its label is {first.label[:80]!r}"
     )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
@@ -436,7 +439,7 @@ def train(config: Config, device: torch.device) -> Path:
             total=config.steps,
             initial=state.step,
             desc=config.algorithm,
-            disable=distributed.rank() > 0,
+            disable=distributed.rank() > 0 or None,  # None: no bar in a log file
         )
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)

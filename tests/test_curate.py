@@ -427,6 +427,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, sure_problems, monkeyp
         (dict(min_pass_rate=0.9, max_pass_rate=0.5), "--min-pass-rate"),
         (dict(think="maybe"), "--think"),
         (dict(ngram=0), "--ngram"),
+        (dict(verifier_workers=0), "--verifier-workers must be above 0"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(fields, words):
@@ -442,6 +443,9 @@ def test_command_line_errors_name_file_and_flag(tmp_path):
         curate.main(command)
     with pytest.raises(SystemExit, match=r"nowhere\.jsonl"):
         curate.main([*command, "--data", "nowhere.jsonl"])
+    empty = write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(SystemExit, match=r"empty\.jsonl is empty"):
+        curate.main([*command, "--data", empty])
     assert not list(tmp_path.glob("o.*"))
     columns = ["--prompt-key", "q", "--label-key", "a"]
     curate.main([*command, *columns])
@@ -452,6 +456,23 @@ def test_command_line_errors_name_file_and_flag(tmp_path):
     data = write(tmp_path / "d.jsonl", [{"q": "1 a:+1", "a": ""}])
     with pytest.raises(SystemExit, match="no problem is left"):
         curate.main([*command, *columns, "--output", str(tmp_path / "p.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--decontaminate nowhere.jsonl", r"nowhere\.jsonl does not exist"),
+        ("--audit-model nowhere/model", "nowhere/model is neither"),
+        ("--output /proc/x/o.jsonl", r"--output /proc/x/o\.jsonl cannot be written"),
+    ],
+)
+def test_what_a_later_stage_needs_is_missed_before_the_first(flags, words, tmp_path, monkeypatch):
+    """A missing --audit-model was found after the whole first stage."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(curate.STAGES, "1 verifiable", (None, ""))  # must not be reached
+    command = ["--output", str(tmp_path / "o.jsonl"), *flags.split()]
+    with pytest.raises(SystemExit, match=words):
+        curate.main(command)
 
 
 def test_every_reason_is_described():

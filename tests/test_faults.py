@@ -426,6 +426,7 @@ HEALTHY = {
             {"rollout/groups_kept": 0, "rollout/all_wrong_share": 1.0},
             ["100%", "refills"],
         ),
+        ("no_box", {"rollout/verdict_no_box": 0.6}, ["60%", "--prompt-suffix", "\\boxed{}"]),
         ("verifier", {"rollout/verdict_timeout": 0.02}, ["2%", "--verifier-timeout-s"]),
         ("truncated", {"rollout/truncated_share": 1.0}, ["100%", "--max-response-tokens"]),
         ("dead_critic", {"critic/v_std": 1e-8}, ["1.0e-08", "--critic-lr"]),

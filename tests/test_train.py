@@ -383,6 +383,8 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
         (["--algorithm", "grpoo"], ["grpoo", "justrl2"]),
         (["--model", "nowhere/at-all"], ["nowhere/at-all"]),
         (["--overlong-buffer-tokens", "16"], ["overlong-buffer-tokens"]),
+        (["--replay", "/nope"], ["--replay /nope cannot be read"]),
+        (["--replay", "assets/eval.jsonl"], ["--replay assets/eval.jsonl is no minibatch.pt"]),
         (["--output-dir", "/proc/nothing/here"], ["/proc/nothing/here", "cannot be written"]),
         (["--device", "cuda"], ["cuda"]),
     ],
@@ -402,6 +404,40 @@ def test_a_model_directory_without_tokenizer_is_named(random_tiny_model, tmp_pat
         (tmp_path / name).write_bytes((random_tiny_model / name).read_bytes())
     with pytest.raises(SystemExit, match="no tokenizer"):
         run(tmp_path / "r", model=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "has no config.json"), ("{", "config.json is not JSON")]
+)
+def test_a_directory_that_is_no_checkpoint_is_not_blamed_for_its_tokenizer(tmp_path, text, words):
+    """An empty directory "has no tokenizer that `transformers` can load"."""
+    (tmp_path / "model").mkdir()
+    if text:
+        (tmp_path / "model/config.json").write_text(text)
+    with pytest.raises(SystemExit, match=words):
+        run(tmp_path / "r", model=tmp_path / "model")
+
+
+def test_a_directory_that_holds_a_run_is_refused_before_the_data_are_read(tmp_path):
+    """All prompts were tokenised first."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="already holds a run"):
+        run(tmp_path / "r", "--data", "nowhere.jsonl")
+
+
+def test_the_start_shows_the_end_of_the_first_prompt_and_its_label(
+    random_tiny_model, tmp_path, mixed_rewards, capsys
+):
+    """Nothing showed that a prompt did not ask for the box that the verifier looks for."""
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1 a:+1", "label": "2"}\n' * 4)
+    flags = f"--algorithm grpo --steps 1 --data {data} --prompt-suffix".split()
+    run(tmp_path / "r", *flags, "Box it.", model=random_tiny_model)
+    out = capsys.readouterr()
+    (line,) = [line for line in out.out.splitlines() if line.startswith("the first prompt ends")]
+    assert "1 a:+1\\nBox it." in line and line.endswith("its label is '2'")
+    assert "grpo:" not in out.err  # no bar of the loop in a log file
 
 
 def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mixed_rewards):
