@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+import distributed
 from config import ROOT
 from rundir import read_rows
 from scores import resamples
@@ -141,7 +142,10 @@ def execute(job: Job, root: Path) -> None:
 
 def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
     """All jobs that are not complete, `parallel` at a time."""
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output-dir {root} cannot be written: {error.strerror}.") from None
     write_noisy(root / "noisy.jsonl")
     waiting = [job for job in jobs if not is_complete(job.folder(root))]
     with ThreadPoolExecutor(parallel) as pool:
@@ -165,12 +169,12 @@ def best_rates(root: Path) -> dict[str, str]:
     """For each algorithm the rate of the grid with the largest accuracy averaged over tokens."""
     jobs = grid_jobs(root)
     if missing := [job for job in jobs if not is_complete(job.folder(root))]:
-        raise SystemExit(f"error: {missing[0].folder(root)} is not complete; run the grid first.")
+        raise ValueError(f"{missing[0].folder(root)} is not complete; run the grid first.")
     runs = [read_run(job, root) for job in jobs]
     budgets = common_budgets(runs)
-    # Ascending, so that the last word on a label is that of its best rate.
-    runs.sort(key=lambda run: accuracy_at(run, budgets).mean())
-    return {run["label"]: run["rate"] for run in runs}
+    area = lambda run: accuracy_at(run, budgets).mean()
+    of_label = lambda label: [run for run in runs if run["label"] == label]
+    return {label: max(of_label(label), key=area)["rate"] for label in TUNED}
 
 
 def main_jobs(root: Path) -> list[Job]:
@@ -343,17 +347,31 @@ PARTS = {  # the runs of each, and what they are compared with
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("part", choices=("all", *PARTS, "report"))
     parser.add_argument("--output-dir", type=Path, default=ROOT / "runs/compare")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one CPU core each")
     args = parser.parse_args()
-    for part in PARTS if args.part in ("all", "report") else [args.part]:
-        find, reference = PARTS[part]
-        jobs = find(args.output_dir)
-        if args.part != "report":
-            run_all(jobs, args.output_dir, args.jobs)
-        report(jobs, args.output_dir, part, reference)
+    if args.jobs < 1:
+        parser.error("--jobs must be above 0")
+    with distributed.command("stopped; the same command goes on from here."):
+        for part in PARTS if args.part in ("all", "report") else [args.part]:
+            make(part, args.output_dir, args.jobs, args.part == "report")
+
+
+def make(part: str, root: Path, jobs: int, only_report: bool) -> None:
+    """The missing runs of a part, unless only what is there counts, and its report."""
+    find, reference = PARTS[part]
+    try:
+        runs = find(root)
+    except ValueError as error:  # the grid, which gives the others their rates, is not complete
+        if not only_report:
+            raise
+        print(f"\n{part}: left out, {error}")
+        return
+    if not only_report:
+        run_all(runs, root, jobs)
+    report(runs, root, part, reference)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ to read the figures of the critic.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,8 @@ def finish(ax, title: str, xlabel: str) -> None:
     """Title, grid, and a legend if there is more than one curve."""
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(xlabel)
+    if xlabel == "step":
+        ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(alpha=0.3)
     if len(ax.get_legend_handles_labels()[0]) > 1:
         ax.legend(fontsize=7)
@@ -108,7 +110,10 @@ def draw(runs: list[Path], folder: Path) -> list[Path]:
     files = dict(zip(names, runs, strict=True))
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in files.items()}
     present = {metric for rows in data.values() for row in rows for metric in row}
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be written: {error.strerror}.") from None
     written = []
     for name, titles in FIGURES.items():
         titles = [(title, m) for title, m in titles.items() if present & set(m.values())]
@@ -242,19 +247,30 @@ def fall_of_v(run: Path) -> np.ndarray | None:
             kept = ("prompt", "response", "finish_reason", "response_length", "reward", "values")
             groups[row["step"], row["problem_id"]].append({key: row[key] for key in kept})
     last = max((step for step, _ in groups), default=0)
-    sums, counts = np.zeros((2, BEFORE + 1 + AFTER)), np.zeros((2, BEFORE + 1 + AFTER))
+    wrongs, rights = [], []
     for (step, _), group in groups.items():
         right = [row for row in group if row["reward"] > 0.5]
         wrong = [row for row in group if row["reward"] <= 0.5] if 3 * step > 2 * last else []
-        for row in wrong:
-            at = first_wrong_token(row)
-            for line, others in enumerate(([row], right) if at is not None and right else ()):
-                for other in others:
-                    low, high = max(0, at - BEFORE), min(at + AFTER + 1, len(other["values"]))
-                    cells = slice(low - at + BEFORE, high - at + BEFORE)
-                    sums[line, cells] += np.array(other["values"][low:high]) / len(others)
-                    counts[line, cells] += 1 / len(others)
-    return sums / np.where(counts > 0, counts, np.nan) if counts.any() else None
+        for row in wrong if right else ():
+            if (at := first_wrong_token(row)) is not None:
+                wrongs.append(window(row["values"], at))
+                rights.append(mean([window(other["values"], at) for other in right]))
+    return np.array([mean(wrongs), mean(rights)]) if wrongs else None
+
+
+def window(values: Sequence[float], at: int) -> np.ndarray:
+    """V from BEFORE tokens before `at` to AFTER tokens behind it; NaN outside the response."""
+    low, high = max(0, at - BEFORE), min(at + AFTER + 1, len(values))
+    around = np.full(BEFORE + 1 + AFTER, np.nan)
+    around[low - at + BEFORE : high - at + BEFORE] = values[low:high]
+    return around
+
+
+def mean(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean of windows, place by place over those that have a value there; NaN where none has."""
+    rows = np.array(rows)
+    counts = (~np.isnan(rows)).sum(0)
+    return np.nansum(rows, 0) / np.where(counts, counts, np.nan)
 
 
 def draw_fall(ax, falls: dict[str, np.ndarray]) -> None:
@@ -271,7 +287,7 @@ def draw_fall(ax, falls: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="*", type=Path, help="run directories to draw")
     parser.add_argument("--output", type=Path, help="folder of the figures")
     parser.add_argument("--report", action="store_true", help="also write RUN_DIR/report.html")

@@ -5,7 +5,6 @@ stored group, and the weight that each objective gives to a token's gradient.
 """
 
 import inspect
-import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from losses import ALGORITHMS, OBJECTIVES, policy_loss, terminal_reward
-from rundir import file_of, read_rows
+from rundir import config_of, file_of, read_rows
 
 # fmt: off
 # A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), last V.
@@ -91,7 +90,7 @@ def stored_group(run: Path, step: int) -> Group:
     """A group of rollouts.jsonl, with V as it was logged, else of the newest critic saved at or
     before `step`.
     """
-    config = json.loads(file_of(run, "config.json").read_text(encoding="utf-8"))
+    config = config_of(run)
     rows = stored_rows(run, step, config["group_size"])
     saved = [critic.parent for critic in (run / "checkpoints").glob("step_??????/critic")]
     newest = max((p for p in saved if int(p.name.removeprefix("step_")) <= step), default=None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rundir import file_of, first_wrong_token, part_of, read_rows, token_texts
+from rundir import config_of, file_of, first_wrong_token, part_of, read_rows, token_texts
 
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response
@@ -76,7 +76,7 @@ for (const button of document.querySelectorAll("#legend input"))
 
 def write(run: Path, figures: Sequence[Path]) -> Path:
     """Write RUN_DIR/report.html with the given PNG files; returns its path."""
-    config = json.loads(file_of(run, "config.json").read_text(encoding="utf-8"))
+    config = config_of(run)
     metrics = list(read_rows(file_of(run, "metrics.jsonl")))
     groups = chosen_groups(run)
     scale = advantage_scale(groups)

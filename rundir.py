@@ -25,6 +25,15 @@ def file_of(run: Path, name: str) -> Path:
     return run / name
 
 
+def config_of(run: Path) -> dict[str, Any]:
+    """The fields of a run; ValueError naming the file if it is damaged."""
+    file = file_of(run, "config.json")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); put back a good copy.") from error
+
+
 def part_of(path: str, part: str) -> str:
     """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
     it is.
@@ -38,7 +47,7 @@ def settings_of(path: str) -> dict[str, Any]:
     whole = Path(path).resolve()
     for folder in (whole, *whole.parents[1:3]):  # RUN, RUN/checkpoints/step_N, .../policy
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return config_of(folder)
     return {}
 
 

@@ -13,6 +13,7 @@ roofline is the time that either would take at the speed measured here, "reached
 
 import argparse
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -254,9 +255,14 @@ def recipe_size(path: str) -> tuple[int, int, int]:
     import yaml
     from transformers import AutoConfig
 
-    recipe = yaml.safe_load(Path(path).read_text())
+    try:
+        recipe = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SystemExit(f"error: --recipe {path} cannot be read: {error}") from None
     if missing := {"model", "max_tokens_per_micro_batch"} - recipe.keys():
-        raise SystemExit(f"{path} does not set {', '.join(sorted(missing))}; use --sizes M,D,V.")
+        raise SystemExit(
+            f"error: {path} does not set {', '.join(sorted(missing))}; use --sizes M,D,V."
+        )
     config = AutoConfig.from_pretrained(recipe["model"])
     return recipe["max_tokens_per_micro_batch"], config.hidden_size, config.vocab_size
 
@@ -264,10 +270,13 @@ def recipe_size(path: str) -> tuple[int, int, int]:
 def main() -> None:
     """Command line entry."""
 
-    def size(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(",")))
+    def size(text: str) -> tuple[int, int, int]:
+        found = re.fullmatch(r"([1-9]\d*),([1-9]\d*),([1-9]\d*)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} is not M,D,V: three numbers above 0")
+        return tuple(map(int, found.groups()))
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--sizes", nargs="+", type=size, metavar="M,D,V")
     parser.add_argument("--recipe", help="recipe whose sizes to take")
     parser.add_argument("--rounds", type=int, default=5, help="times each head is timed")
@@ -276,6 +285,11 @@ def main() -> None:
     parser.add_argument("--backward", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = [case.name for case in cases(device)]
+    if unknown := set(args.heads or ()) - set(known):
+        parser.error(f"--heads {' '.join(sorted(unknown))}: choose of {', '.join(known)}")
+    if args.rounds < 1:
+        parser.error("--rounds must be above 0")
     sizes = args.sizes or ([recipe_size(args.recipe)] if args.recipe else SIZES[device])
     if args.memory_of:
         print_own_extra_memory(args.memory_of, sizes[0], args.backward)

@@ -149,3 +149,27 @@ def test_a_report_writes_table_and_figure(tmp_path):
     compare.report([*jobs, job("GRPO", 7)], tmp_path, "main", "GRPO")  # one run is missing
     assert (tmp_path / "main.png").stat().st_size > 1000
     assert "| JustRL II | 1e-3 | 2 | 0.100 |" in (tmp_path / "main.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("grid --jobs 0", "--jobs must be above 0"),
+        ("grid --output-dir /proc/x", "--output-dir /proc/x cannot be written"),
+        ("main --output-dir /proc/x", "is not complete; run the grid first"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare.py", *flags.split()])
+    with pytest.raises(SystemExit) as error:
+        compare.main()
+    assert words in str(error.value) + capsys.readouterr().err
+
+
+def test_the_report_leaves_out_what_it_cannot_know_and_goes_on(tmp_path, monkeypatch, capsys):
+    """It stopped unless all runs of the grid were complete."""
+    write_run(tmp_path, compare.grid_jobs(tmp_path)[0], [0.1] * 5)
+    monkeypatch.setattr("sys.argv", ["compare.py", "report", "--output-dir", str(tmp_path)])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "grid: 1 of 17 runs are complete" in out and "muon: left out" in out

@@ -250,6 +250,27 @@ def test_a_checkpoint_without_its_weights_is_one_sentence(tmp_path, monkeypatch,
         run_diagnose(monkeypatch, capsys, "--explain", "--from", run, "--step", 4)
 
 
+def test_a_folder_that_cannot_be_written_and_a_damaged_config_are_named(
+    tmp_path, monkeypatch, capsys
+):
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit, match="^error: --output /proc/x cannot be written"):
+        run_diagnose(monkeypatch, capsys, run, "--output", "/proc/x")
+    (run / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match="^error: .*run/config.json is damaged"):
+        run_diagnose(monkeypatch, capsys, "--explain", "--from", run, "--step", 4)
+
+
+def test_steps_are_marked_by_whole_numbers(tmp_path):
+    """Short runs had ticks at step 1.5."""
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    diagnose.draw_panel(ax, "", {"x": "x"}, {"run": [{"step": s, "x": s} for s in (1, 2, 3)]})
+    assert all(tick == int(tick) for tick in ax.get_xticks())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--explain", "RUN"], ["--explain", "--step", "1"], ["RUN", "--from", "R", "--step", "1"]],

@@ -403,6 +403,24 @@ kernels.logprob_entropy(torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 
 # --- the benchmark ------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(INTERPRET, reason="nothing here depends on the implementation")
+def test_the_benchmark_names_a_bad_flag(capsys, monkeypatch):
+    """--sizes 10,10, --rounds 0 and --recipe /nope were tracebacks, --heads nope no table."""
+    from kernels import bench
+
+    for flags, words in (
+        ("--sizes 10,10", "'10,10' is not M,D,V"),
+        ("--sizes 0,0,0", "'0,0,0' is not M,D,V"),
+        ("--rounds 0", "--rounds must be above 0"),
+        ("--heads nope", "--heads nope: choose of naive,"),
+        ("--recipe /nope", "--recipe /nope cannot be read"),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench.py", *flags.split()])
+        with pytest.raises(SystemExit) as error:
+            bench.main()
+        assert words in capsys.readouterr().err + str(error.value)
+
+
 @pytest.mark.slow
 def test_training_takes_a_sixth_of_the_naive_memory():
     command = [sys.executable, "kernels/bench.py", "--heads", "naive", "torch", "--rounds", "1"]
