@@ -144,7 +144,7 @@ class Config:
     cov_fraction: float = _f(2e-4, "share of tokens that entropy_control acts on")
     cov_kl_coef: float = _f(1.0, "coefficient of kl_cov's penalty")
 
-    # Books
+    # Evaluation, checkpoints, metrics
     save_every: int = _f(10, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = _f(2, "newest checkpoints kept; 0: all")
     eval_every: int = _f(5, "steps between held-out evaluations; 0: only before and after")

@@ -37,7 +37,7 @@ def test_the_head_is_set_after_the_load_and_in_the_float32_master(random_tiny_mo
     assert all(p.dtype == torch.float32 for p in critic.parameters())
 
 
-def test_bc10_the_float32_bias_moves_by_one_learning_rate_under_bfloat16_compute(
+def test_the_float32_bias_moves_by_one_learning_rate_under_bfloat16_compute(
     random_tiny_model, rollouts
 ):
     critic = Critic.from_policy(random_tiny_model, bias=0.52, compute_dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from config import ROOT, read_recipe
 from data import (
     DataOrder,
     Problem,
@@ -24,6 +25,7 @@ from data import (
     think_mode,
     to_batch,
 )
+from verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +274,7 @@ def test_failure_weighted_draws_are_in_proportion_to_one_minus_pass_rate_and_res
 # ---- masks and packing
 
 
-def test_bc01_masks_come_from_lengths_when_pad_is_eos():
+def test_masks_come_from_lengths_when_pad_is_eos():
     rows = [[5, 7, 2], [5, 7, 9, 4, 6], [2], [5, 7, 9, 4, 2]]
     finish = ["stop", "length", "stop", "stop"]
     batch = to_batch([rollout([2, 8, 2, 9], r, f) for r, f in zip(rows, finish, strict=True)])
@@ -334,3 +336,21 @@ def test_partition_covers_every_row_once_within_budget_and_evenly(ranks):
 
 def test_length_mask_of_nothing():
     assert length_mask(torch.zeros(0, dtype=torch.long)).shape == (0, 0)
+
+
+def test_the_gsm8k_recipe_is_complete(tmp_path, tokenizer, monkeypatch):
+    """It named files that nobody has, of problems that did not ask for a box."""
+    answer = "She eats 3 + 4 = <<3+4=7>>7 eggs.\n#### 1,007"
+    rows = [{"question": "How many eggs?", "answer": answer}]
+    hub = lambda name, config: {"train": rows, "test": rows} if config == "main" else None
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=hub))
+    recipe = read_recipe(ROOT / "recipes/justrl2-qwen2.5-0.5b-gsm8k-1gpu.yaml")
+    for name in ("data", "eval_data"):
+        (problem,), _ = load_problems(
+            recipe[name], tokenizer, 512, prompt_suffix=recipe["prompt_suffix"]
+        )
+        assert verify("So \\boxed{1007}.", problem.label).correct
+        assert (
+            "How many eggs?\nReason step by step" in problem.prompt
+            and "\\boxed{}" in problem.prompt
+        )

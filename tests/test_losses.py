@@ -42,7 +42,7 @@ def rand(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("garbage", [(7.0, -3.0), (NAN, INF)])
 def test_gae_does_not_look_into_padding(garbage):
-    """BC-03: values after the end leak into the last real token, or the recursion starts there."""
+    """Values after the end leak into the last real token, or the recursion starts there."""
     values = torch.tensor([[0.2, 0.4, 0.6, *garbage]])
     rewards = torch.tensor([[0.0, 0, 1, 0, 0]])
     mask = mask_of([3], 5)
@@ -156,7 +156,7 @@ SPLITS = [
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_one_normaliser_for_the_whole_update(splits):
-    """BC-05: a mean over micro-batches of means gives 1.6, 2.5 or 1.3542 instead of 1.3."""
+    """A mean over micro-batches of means gives 1.6, 2.5 or 1.3542 instead of 1.3."""
     lengths, c = [2, 3, 5, 10], torch.tensor([4.0, 1, 2, 0.5])
     mask = mask_of(lengths)
     expected = {
@@ -265,7 +265,7 @@ def test_a_filtered_response_leaves_sum_and_count_but_an_empty_one_counts():
 
 
 def test_a_rejected_token_with_an_overflowing_weight():
-    """BC-09: exp(1000) times 0 is NaN unless the weight is removed with `where`."""
+    """exp(1000) times 0 is NaN unless the weight is removed with `where`."""
     old = torch.tensor([[1000.0, -1.0, NAN]])
     rollout = torch.tensor([[0.0, -1.0, -INF]])
     mask = torch.tensor([[True, True, False]])
@@ -306,7 +306,7 @@ def test_a_log_prob_that_is_not_finite_gets_weight_zero(bad, mode):
 @pytest.mark.parametrize("jump", [200.0, -200.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_beyond_float32_stays_finite(setting, jump, advantage):
-    """BC-09: new - old = 200; min(inf, 1.28) is fine, its gradient 0 * inf is not."""
+    """new - old = 200; min(inf, 1.28) is fine, its gradient 0 * inf is not."""
     new = torch.tensor([[jump, 0.1]], requires_grad=True)
     zero = torch.zeros(1, 2)
     mask = torch.ones(1, 2).bool()
