@@ -5,10 +5,9 @@
                             trainer_state   optimizers, counters, data position, rollouts in hand
                             manifest.json   size and CRC-32 of every other file; written last
 
-A checkpoint is written under a temporary name, flushed to the disk, then renamed: whatever has the
-good name was complete. What can still befall it is told apart at the next start. A file that is
-gone was taken by somebody, and a policy must not go on with a fresh critic: an error. A file that
-is not what was written is damage: the checkpoint before is used, and that is said.
+A checkpoint is written under a temporary name, flushed to the disk, then renamed: one with its
+final name is complete. At the next start a *missing* file is an error (a policy must not continue
+with a new critic); a *damaged* file makes the previous checkpoint be used, with a warning.
 """
 
 import json
@@ -19,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -174,22 +174,21 @@ def parts(state: State, at_work: Callable) -> Iterator[Callable[[Path], None]]:
     that writes it into a directory.
     """
     books = position(state)
-    with at_work(state.policy, state.optimizers):
-        weights = distributed.full_state(state.policy)
-        books["optimizer"] = distributed.optimizer_state(state.policy, state.optimizers)
-
-    def policy(folder: Path) -> None:
-        state.policy.save_pretrained(folder / "policy", state_dict=weights)
-        state.sampler.tokenizer.save_pretrained(folder / "policy")
-
-    yield policy
-    if state.critic is not None:
-        with at_work(state.critic, state.critic_optimizers):
-            weights = distributed.full_state(state.critic)
-            optimizer = distributed.optimizer_state(state.critic, state.critic_optimizers)
-        books["critic_optimizer"] = optimizer
-        yield lambda folder: state.critic.save_pretrained(folder / "critic", state_dict=weights)
+    for name, key in (("policy", "optimizer"), ("critic", "critic_optimizer")):
+        model, optimizers = state.part(name)
+        if model is not None:
+            with at_work(model, optimizers):
+                weights = distributed.full_state(model)
+                books[key] = distributed.optimizer_state(model, optimizers)
+            yield partial(write_model, state, name, weights)
     yield lambda folder: torch.save(books, folder / "trainer_state")
+
+
+def write_model(state: State, name: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Policy or critic in the directory of its name, the policy with its tokenizer."""
+    getattr(state, name).save_pretrained(folder / name, state_dict=weights)
+    if name == "policy":
+        state.sampler.tokenizer.save_pretrained(folder / name)
 
 
 def publish(scratch: Path) -> None:

@@ -123,7 +123,7 @@ class Config:
     gae_lambda_k: float | None = _f(None, "length-adaptive lambda k**(1/L) for a response of L tokens")
     gae_lambda_alpha: float | None = _f(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO; its paper, for thousands of tokens: 0.05")
     whiten_advantages: bool | None = _f(None, "advantages to mean 0, variance 1 over the tokens of the step")
-    group_center: bool | None = _f(None, "subtract the other members' mean surprise from each member (leave-one-out)")
+    group_center: bool | None = _f(None, "add to each response's advantages what the critic misjudged on the others of its group, negated (justrl2_group)")
     std_normalize: bool | None = _f(None, "divide group advantages by the group's standard deviation")
     std_ddof: int = _f(0, "that deviation's divisor is G - std_ddof: 0 population, 1 sample")
     ratio_level: str | None = _f(None, "what the objective compares: token, sequence (GSPO) or sequence-token")

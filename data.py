@@ -385,7 +385,9 @@ class Batch:
 
 
 def length_mask(lengths: Tensor, width: int | None = None) -> Tensor:
-    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal EOS."""
+    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal
+    EOS.
+    """
     if width is None:
         width = int(lengths.max()) if len(lengths) else 0
     return torch.arange(width, device=lengths.device) < lengths[:, None]

@@ -274,9 +274,10 @@ class Parser:
         count, tied = self.signs_used, any(t.text == "\\mp" for t in self.tokens[start : self.at])
         if count > 3:
             raise TooBig("too many plus-minus signs")
-        choices = itertools.product((False, True), repeat=count)
-        for self.signs in [(True,) * count] if tied else itertools.islice(choices, 1, None):
-            self.at, self.signs_used = start, 0
+        # The item was read with the first choice, all False; now the others.
+        others = list(itertools.product((False, True), repeat=count))[1:]
+        for signs in [(True,) * count] if tied else others:
+            self.signs, self.signs_used, self.at = signs, 0, start
             found.append(self.item())
         self.signs, self.signs_used = outer
         return found

@@ -61,9 +61,13 @@ def choice(response, label, think="auto"):
     if found.status != "ok":
         return Verdict(False, found.status, found.answer)
     letters = {letter(text) for text in (found.answer, *found.others)}
-    correct = letters == {letter(label)} != {None}
+    wanted = letter(label)
+    correct = wanted is not None and letters == {wanted}
     reason = "ok" if correct else "wrong" if len(letters) == 1 else "hedge"
     return Verdict(correct, reason, found.answer)
+
+
+TAGS = {"auto": ["<think>", "</think>"], "require": ["</think>"], "none": []}
 
 
 def well_formed(response, label="", think="auto"):
@@ -74,9 +78,7 @@ def well_formed(response, label="", think="auto"):
     small weight beside correctness. An empty thought, a second pair of tags, a box inside the
     thought or in a box, and several boxes do not pay.
     """
-    opened = think in ("require", "none")
-    tags = re.findall("</?think>", response)
-    if tags != ([] if think == "none" else ["</think>"] if opened else ["<think>", "</think>"]):
+    if re.findall("</?think>", response) != TAGS[think]:
         return Verdict(False, "tags", None)
     thought, _, final = response.rpartition("</think>")
     before, _, thought = thought.rpartition("<think>")

@@ -13,7 +13,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-# Verdicts on one readable answer; under any other (no box, two answers, a time-out) there is none.
+# Verdicts that come with an answer which can vote; a response without a box, with two answers or
+# with a grading that timed out has any other.
 ANSWERED = ("ok", "wrong", "parse")
 RESAMPLES, LEVEL = 2000, 0.95  # of the bootstrap
 

@@ -4,11 +4,15 @@
     python kernels/bench.py --sizes 16384,2048,130560   # rows M, width D, vocabulary V
     python kernels/bench.py --recipe recipes/justrl2-smollm2-135m-cpu.yaml  # M, D, V of a run
 
-Results are checked first. Heads take turns, so that a busy machine slows all alike, and times are
-medians. "MB more" is the peak memory beyond the inputs. FLOPs are those done: 2 MDV forward, 4 MDV
-backward, and 2 MDV more in the backward of a head that computes the logits again. Bytes are those
-that cannot be avoided: hidden and weight read once per direction, their gradients written. The
-roofline is the time that either would take at the speed measured here, "reached" its share of s.
+Results are checked first. The columns:
+
+    s         median of the rounds; heads take turns, so that a busy machine slows all alike
+    x first   times that of the first head, in the median over pairs
+    TFLOP/s   2 MDV forward, 4 MDV backward, 2 MDV more where the backward makes the logits again
+    GB/s      what must move: hidden and weight read once per direction, their gradients written
+    roofline  seconds for the slower of the two at this machine's measured speeds
+    reached   roofline / s
+    MB more   peak memory beyond the inputs
 """
 
 import argparse
