@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 import unicodedata
+from collections.abc import Sequence
+from typing import Any
 
 import sandbox
 import verify
@@ -44,13 +46,13 @@ REASONS = verify.REASONS | {
 FONT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def letter(text):
+def letter(text: str) -> str | None:
     """`C` of C, c, (C), C., \\text{(C)}; None for anything else."""
     text = FONT.sub(r"\1", text).strip(" ().$")
     return text.upper() if re.fullmatch("[A-Za-z]", text, re.ASCII) else None
 
 
-def choice(response, label, think="auto"):
+def choice(response: str, label: str, think: str = "auto") -> Verdict:
     """Multiple choice: the last box holds the letter of the label and nothing else.
 
     Gaming: several letters in a box, or several boxes, hoping that one counts: wrong. Guessing is
@@ -70,7 +72,7 @@ def choice(response, label, think="auto"):
 TAGS = {"auto": ["<think>", "</think>"], "require": ["</think>"], "none": []}
 
 
-def well_formed(response, label="", think="auto"):
+def well_formed(response: str, label: str = "", think: str = "auto") -> Verdict:
     """Format: <think>, a thought, </think>, then exactly one balanced box with something in it.
 
     think: "require" expects that the prompt has opened the thinking, "none" no tags at all. The
@@ -150,13 +152,13 @@ def is_met(name, argument, text):
     return CASES[argument](text) if name == "letters" else is_json(text) == argument
 
 
-def readable(text):
+def readable(text: str) -> str:
     """What a reader sees: compatibility forms folded, invisible characters gone."""
     text = unicodedata.normalize("NFKC", text)
     return "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc") or c in "\n\t")
 
 
-def is_filler(text):
+def is_filler(text: str) -> bool:
     """Some 50 words in a row hold fewer than 10 different ones."""
     words = WORD.findall(text.lower())
     seen = collections.Counter(words[:50])
@@ -170,7 +172,7 @@ def is_filler(text):
     return len(words) >= 50 and len(seen) < 10
 
 
-def instruction(response, label, think="auto"):
+def instruction(response: str, label: str, think: str = "auto") -> Verdict:
     """Countable constraints on the text after the thinking part; the label is {constraint: bounds}.
 
     `"score": "fraction"` in the label pays the share of constraints that are met instead of all or
@@ -205,7 +207,7 @@ ALL_TESTS = 10  # times the limit of one test: the limit on the clock for all te
 _child, _lock = verify.Child(), threading.Lock()
 
 
-def last_program(text):
+def last_program(text: str) -> str | None:
     """The last closed fenced block marked as Python; if none is marked, the last without a mark."""
     found, mark, lines = {}, None, []
     for line in text.split("\n"):
@@ -264,7 +266,7 @@ def endings(source, tests):
             return
 
 
-def program(response, label, think="auto"):
+def program(response: str, label: str, think: str = "auto") -> Verdict:
     """Code: the last Python block passes all tests, in the sandbox of sandbox.py.
 
     The label is {"inputs": [...], "outputs": [...]}: texts for standard input and output or, with
@@ -374,7 +376,7 @@ def check_code(label):
     require(len(different) > 1, "a code label needs two different outputs, or a constant passes")
 
 
-def check_label(kind, label):
+def check_label(kind: str, label: Any) -> str:
     """The label of a data row as the text that the verifiers take.
 
     Raises ValueError with one sentence for an unknown kind, and for a label that its verifier could
@@ -405,7 +407,7 @@ def check_label(kind, label):
     return json.dumps(label)
 
 
-def has_format(response, think):
+def has_format(response: str, think: str) -> float:
     """1.0 for the right format, else 0.0: a component of --reward-mix, and --reward format_only."""
     return float(well_formed(response, "", think).correct)
 
@@ -415,7 +417,7 @@ class Verifier(verify.Verifier):
 
     script, kinds = __file__, tuple(VERIFIERS)
 
-    def seconds(self, label, kind):
+    def seconds(self, label: str, kind: str) -> float:
         """The time limit of one pair: for code also that of its tests, and of a process start."""
         if kind != "code":
             return self.timeout_s
@@ -428,7 +430,7 @@ class Verifier(verify.Verifier):
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def audit(path):
+def audit(path: str) -> int:
     """Check the labels of a file: those of other kinds here, mathematical ones by verify.audit."""
     rows, bad = verify.read_jsonl(path, ("label", "answer", "verifier")), 0
     for number, row in enumerate(rows, 1):
@@ -440,7 +442,7 @@ def audit(path):
     return int(bool(verify.audit(path) or bad))
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry."""
     about = "Grade answers of any kind; see rewards.py's top."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)

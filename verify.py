@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class Verdict(NamedTuple):
     answer: str | None
 
     @property
-    def score(self):
+    def score(self) -> float:
         """The reward of the response, in [0, 1]."""
         return float(self.correct)
 
@@ -97,13 +98,13 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:\{|\Z)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def check_think(think):
+def check_think(think: str) -> None:
     """ValueError for an unknown treatment of thinking tags."""
     if think not in ("auto", "require", "none"):
         raise ValueError(f"think must be auto, require or none, not {think!r}")
 
 
-def final_part(response, think):
+def final_part(response: str, think: str) -> str | None:
     """The text to grade, or None if the thinking part has no end."""
     check_think(think)
     if think == "none":
@@ -124,7 +125,7 @@ def closing_brace(text, start):
     raise TooBig if len(text) > start + MAX_BOX else Unreadable
 
 
-def extract(response, think="auto"):
+def extract(response: str, think: str = "auto") -> Extraction:
     """Find the last box of the final part, and what the other boxes there say -> Extraction."""
     final = final_part(response, think)
     if final is None:
@@ -149,7 +150,7 @@ def extract(response, think="auto"):
     return Extraction(answer, "ok" if answer else "empty", tuple(others))
 
 
-def clean(text):
+def clean(text: str) -> str:
     """Strip white space, and dollar signs or boxes that enclose the whole text."""
     for _ in range(6):
         before, text = text, text.strip()
@@ -226,7 +227,7 @@ def judge(pred, label):
         return "died"
 
 
-def equal(pred, label):
+def equal(pred: str, label: str) -> Verdict:
     """Compare two answers by value -> Verdict. Equal texts are right, an empty one never is."""
     pred, label = ("" if text is None else str(text) for text in (pred, label))
     with _LOCK:
@@ -235,7 +236,7 @@ def equal(pred, label):
     return Verdict(reason == "ok", reason, pred)
 
 
-def verify(response, label, think="auto"):
+def verify(response: str, label: str, think: str = "auto") -> Verdict:
     """Grade a whole response -> Verdict. No text makes it raise.
 
     think: "auto" grades what follows the last </think>, or everything if there are no tags;
@@ -395,7 +396,7 @@ class Verifier:
 
     script, kinds = None, ("math",)  # the program of the workers (this file), what they grade
 
-    def __init__(self, num_workers=2, timeout_s=2.0):
+    def __init__(self, num_workers: int = 2, timeout_s: float = 2.0):
         self.timeout_s, self.workers, self.local = timeout_s, [], threading.local()
         # Each thread of the pool owns one worker: PDEATHSIG follows the thread that started a child
         self.pool = ThreadPoolExecutor(num_workers, "verify", self._own_worker)
@@ -414,27 +415,29 @@ class Verifier:
         seconds = self.seconds(label, kind)
         return self.local.worker.grade(response, label, think, kind, seconds)
 
-    def seconds(self, label, kind):
+    def seconds(self, label: str, kind: str) -> float:
         """The time limit of one pair."""
         return self.timeout_s
 
-    def submit(self, response, label, think="auto", kind="math") -> Future:
+    def submit(self, response: str, label: str, think: str = "auto", kind: str = "math") -> Future:
         """Start to grade a response; `.result()` of the future is its Verdict."""
         check_think(think)
         if kind not in self.kinds:
             raise ValueError(f"this pool grades {', '.join(self.kinds)}, not {kind!r}")
         return self.pool.submit(self._grade, response, label, think, kind)
 
-    def equal(self, a, b, kind="math"):
+    def equal(self, a: str, b: str, kind: str = "math") -> bool:
         """Whether two answers are equal by value; in a worker, as comparing them can hang too."""
         return self.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct
 
-    def score(self, pairs, think="auto", kind="math"):
+    def score(
+        self, pairs: Iterable[tuple[str, str]], think: str = "auto", kind: str = "math"
+    ) -> list[Verdict]:
         """Grade (response, label) pairs -> list of Verdict in the same order."""
         futures = [self.submit(response, label, think, kind) for response, label in pairs]
         return [future.result() for future in futures]
 
-    def close(self):
+    def close(self) -> None:
         """Drop what has not started and end the worker processes."""
         self.pool.shutdown(cancel_futures=True)
         for worker in self.workers:
@@ -448,7 +451,7 @@ class Verifier:
 
 
 @functools.cache
-def version(*more):
+def version(*more: str) -> str:
     """Twelve hex digits that change with the sources of the verifier, and with the files `more`: a
     label for every number.
     """
@@ -462,7 +465,7 @@ def version(*more):
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def read_jsonl(path, *required):
+def read_jsonl(path: str, *required: tuple[str, ...]) -> list[dict]:
     """The objects of a JSONL file; each must have one key of every group in `required`."""
     rows = []
     try:
@@ -479,7 +482,7 @@ def read_jsonl(path, *required):
 OPTION = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")  # a letter: B, (B), \text{B}
 
 
-def label_kind(label):
+def label_kind(label: str) -> tuple[str, tuple | None]:
     """How a label will be graded -> (kind, its first reading or None)."""
     if not verify(f"\\boxed{{{label}}}", label).correct:
         return "can never be matched", None
@@ -491,7 +494,7 @@ def label_kind(label):
     return "matched only by the same text", None
 
 
-def audit(path):
+def audit(path: str) -> int:
     """Print what the labels of a file will do; 1 if one of them can never be matched."""
     rows, found = read_jsonl(path, ("label", "answer", "verifier")), collections.defaultdict(list)
     for row in rows:
@@ -514,7 +517,7 @@ def audit(path):
     return int("can never be matched" in found)
 
 
-def explain(text):
+def explain(text: str) -> str:
     """In words: how a text is read."""
     try:
         algebra.set_budget(BUDGET_NS)
@@ -524,7 +527,7 @@ def explain(text):
     return "is read as " + " or ".join(kinds)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry."""
     about = "Grade answers; see the top of verify.py."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
