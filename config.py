@@ -438,11 +438,11 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     known, rest = first.parse_known_args(argv)
     usage = "%(prog)s [--config RECIPE.yaml] [--flag value ...]"
     parser = Parser(Config, parents=[first], usage=usage)
-    # The parser knows --no-x only for fields that are True by default; a None becomes False the same way.
+    # The parser knows --no-x only for fields that are True by default; None and a recipe's true become False the same way.
     negated = {
         f"--no{sep}{f.name.replace('_', sep)}": f.name
         for f in fields(Config)
-        if f.default is None
+        if f.default is None or f.default is False
         for sep in "-_"
     }
     rest = [f"--{negated[flag]}=false" if flag in negated else flag for flag in rest]

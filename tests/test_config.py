@@ -19,6 +19,13 @@ def test_kebab_and_snake_flags_and_negated_booleans():
     assert config.dynamic_sampling is False
 
 
+def test_a_flag_can_switch_off_what_the_recipe_switches_on():
+    """--no-partial-rollout was unknown, as its default is off already."""
+    recipe = ["--config", str(ROOT / "recipes/justrl2-minicpm5-2b-128k.yaml")]
+    assert parse(recipe).partial_rollout is True
+    assert parse([*recipe, "--no-partial-rollout"]).partial_rollout is False
+
+
 def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("lr: 1e-6\ncritic_lr: 5.0e-6\nmodel: some dir\nwhiten_advantages: false\n")
