@@ -179,8 +179,8 @@ def version_lag(groups: Sequence[Sequence[Rollout]], version: int) -> float:
 def score_metrics(
     batch: Batch, mask: Tensor, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Scored before the policy's update: the mean entropy of all kept tokens; and of
-    those that are trained (`mask`), the worst gap to the sampler and the advantages.
+    """Scored before the policy's update: the mean entropy of all kept tokens; and of those that are
+    trained (`mask`), the worst gap to the sampler and the advantages.
     """
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {

@@ -82,18 +82,18 @@ class Options:
     save_responses: str = _f("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     # Problems
-    prompt_key: str | None = _f(None, "column of the prompt; empty: prompt, problem, question, ...")
-    label_key: str | None = _f(None, "column of the answer; empty: label, answer, ...")
-    prompt_suffix: str | None = _f(None, "line behind every prompt: a request to box the answer")
+    prompt_key: str | None = _f(None, "column of the prompt (default: the run's, else prompt, ...)")
+    label_key: str | None = _f(None, "column of the answer (default: the run's, else label, ...)")
+    prompt_suffix: str | None = _f(None, "line behind every prompt (default: the run's)")
     max_prompt_tokens: int = _f(4096, "longer prompts are dropped, and counted")
 
     # Sampling
-    max_response_tokens: int | None = _f(None, "response budget, stop token included")
+    max_response_tokens: int | None = _f(None, "response budget (default: the run's, else 128)")
     temperature: float = _f(1.0, "sampling temperature; 0: greedy")
     top_p: float = _f(1.0, "draw from the likeliest tokens of this total probability")
     top_k: int = _f(0, "draw from that many likeliest tokens; 0: all")
     min_p: float = _f(0.0, "draw tokens at least this likely, relative to the likeliest")
-    think: str | None = _f(None, "thinking tags: auto, require (no </think>, no answer) or none")
+    think: str | None = _f(None, "thinking tags: auto, require or none (default: the run's)")
     force_budget: bool = _f(False, "close a thought that the budget cuts off, ask for the answer")
     answer_tokens: int = _f(32, "budget of the answer after a forced end")
     seed: int = _f(0, "seeds sampling and bootstrap")
@@ -362,8 +362,9 @@ def load_critic(options: Options, device: torch.device) -> torch.nn.Module:
             raise FileNotFoundError(f"{folder} is no directory")
         critic = Critic.from_pretrained(folder, getattr(torch, options.dtype))
     except (OSError, ValueError) as error:
+        why = str(error).rstrip(".")
         raise ConfigError(
-            f"--critic {options.critic} is no critic: {error}; give a run that has one, or the "
+            f"--critic {options.critic} is no critic: {why}; give a run that has one, or the "
             "folder `critic` of a checkpoint."
         ) from error
     return critic.to(device).requires_grad_(False)

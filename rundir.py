@@ -45,7 +45,8 @@ def part_of(path: str, part: str) -> str:
 def settings_of(path: str) -> dict[str, Any]:
     """The fields of the run that `path` is, or is a checkpoint or a policy of; {} for any other."""
     whole = Path(path).resolve()
-    for folder in (whole, *whole.parents[1:3]):  # RUN, RUN/checkpoints/step_N, .../policy
+    places = (whole, *whole.parents[1:3]) if whole.exists() else ()
+    for folder in places:  # RUN, or of RUN/checkpoints/step_N, or of .../policy
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
             return config_of(folder)
     return {}

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scores import LEVEL, band, best_at_k, maj_at_k, pass_at_k, resamples, subset_sizes
+from scores import LEVEL, band, best_at_k, count_votes, maj_at_k, pass_at_k, resamples, subset_sizes
 
 VECTORS = json.loads((Path(__file__).parent / "data/justrl2_golden.json").read_text())
 VECTORS = {v["name"]: v for v in (VECTORS["vectors"] if isinstance(VECTORS, dict) else VECTORS)}
@@ -152,3 +152,11 @@ def test_bands_are_repeatable_and_flat_where_all_problems_agree():
     assert torch.equal(resamples(7, 3), resamples(7, 3))
     assert not torch.equal(resamples(7, 3), resamples(7, 4))
     assert band([0.5] * 7, resamples(7, 3)) == {"value": 0.5, "low": 0.5, "high": 0.5}
+
+
+def test_votes_are_counted_by_class_and_the_most_frequent_comes_first():
+    answers = ["2", "1", None, "1.0", "3", "2", "2.0"]
+    right = [False, True, False, True, False, False, False]
+    votes = count_votes(answers, right, lambda a, b: float(a) == float(b))
+    assert votes == [("2", 3, False), ("1", 2, True), ("3", 1, False)]
+    assert count_votes([None, None], [False, False], None) == []
