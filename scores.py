@@ -13,8 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-# Verdicts that come with an answer which can vote; a response without a box, with two answers or
-# with a grading that timed out has any other.
+# Verdicts on an answer that can vote. Any other (no box, two answers, a time-out) is on none.
 ANSWERED = ("ok", "wrong", "parse")
 RESAMPLES, LEVEL = 2000, 0.95  # of the bootstrap
 

@@ -58,7 +58,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     """Check everything that can be wrong before anything is sampled, then build or resume models
     and optimizers.
     """
-    name = run_directory(config)
+    folder = run_directory(config)
     start = local_folder(config.model)
     shape, tokenizer = load_config(start), load_tokenizer(start)
     read = lambda path: load_problems(
@@ -88,7 +88,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         raise ConfigError("--cuda-graphs cannot be recorded beside an update; leave it out.")
     if concern := plan.concern(shape, config, device, ranks):
         print0(f"WARNING: {concern}", file=sys.stderr)
-    folder = open_run_directory(name)
+    open_run_directory(folder)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
     state = begin(config, device, start, tokenizer, problems, saved)
@@ -117,7 +117,7 @@ def run_directory(config: Config) -> Path:
     return folder
 
 
-def open_run_directory(folder: Path) -> Path:
+def open_run_directory(folder: Path) -> None:
     """Create it if need be; ConfigError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,6 @@ def open_run_directory(folder: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
-    return folder
 
 
 def lock_directory(folder: Path) -> IO | None:
