@@ -144,12 +144,13 @@ def learn(
         advantages, returns = compute_advantages(
             run, batch, token_rewards, raw_token_rewards, values
         )
-        metrics |= books.write_audit(
-            run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
-        )
         if state.critic is not None:
             with clock("update_critic"), on_device("critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
+        # Behind that update, which stops the run if one of these values is not finite.
+        metrics |= books.write_audit(
+            run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
+        )
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and loss_mask(batch, config).any():
             with clock("score_policy"), on_device("policy"):

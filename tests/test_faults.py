@@ -339,6 +339,27 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_can_be_replayed(
     assert sorted(metrics(tmp_path / "r")) == [1, 2, 3, 4]
 
 
+def test_a_value_that_is_not_finite_stops_the_run_before_the_audit(
+    random_tiny_model, tmp_path, monkeypatch, capsys
+):
+    """The audit met it first: a traceback of torch.bincount, nothing saved, no --replay."""
+    score, calls = train.score_critic, []
+
+    def poisoned(*args):
+        calls.append(1)
+        values = score(*args)
+        if len(calls) == 2:
+            values[4, 0] = float("nan")  # of the member that speaks for V(s_0) of its group
+        return values
+
+    monkeypatch.setattr(train, "score_critic", poisoned)
+    match = "the critic is not finite in step 2: 1 tokens"
+    with pytest.raises(SystemExit, match=match):
+        run(tmp_path / "r", *"--steps 3 --num-critic-only-steps 1".split(), model=random_tiny_model)
+    train.main(["--replay", str(tmp_path / "r/nonfinite_step_000002/minibatch.pt")])
+    assert "old_values of problem" in capsys.readouterr().out
+
+
 def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
     random_tiny_model, tmp_path, capsys
 ):
