@@ -129,8 +129,8 @@ def aggregate(
 
 
 def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(token sum, token count), counted as in token-mean: an empty row counts one token."""
-    return keep(x.detach().float(), mask).sum(), mask.sum(1).clamp(min=1).sum()
+    """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
+    return keep(x.detach().float(), mask).sum(), mask.sum()
 
 
 # --- generalised advantage estimation --------------------------------------------------------
@@ -363,7 +363,7 @@ def importance_weights(
 
     w = exp(old - rollout), without gradient. none: 1. tis: w clamped to [low, high]. icepop: w
     inside the closed window, 0 outside. No mode changes a denominator: a rejected token still
-    counts. A token whose log-probs are not finite gets weight 0.
+    counts. A token whose log-probs are not finite gets weight 0 and is counted as `is_nonfinite`.
     """
     mismatch, usable = usable_difference(old_logprobs, rollout_logprobs, mask)
     ratio = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -384,6 +384,7 @@ def importance_weights(
         "mismatch_kl": mean_pair(
             approx_kl(rollout_logprobs, old_logprobs, mask=mask, bound=KL_LOSS_BOUND), usable
         ),
+        "is_nonfinite": mean_pair(~usable, mask),
     }
     return keep(weights, usable), metrics
 
@@ -584,7 +585,7 @@ def policy_loss(
         "clip_fraction": mean_pair(limited, mask),
         "approx_kl": mean_pair(-log_ratio, mask),
         "ratio": mean_pair(seen.exp(), mask),
-        "ess": (effective_sample_size(seen, mask).sum(), mask.sum(1).clamp(min=1).sum()),
+        "ess": (effective_sample_size(seen, mask).sum(), mask.sum()),
         "nonfinite": mean_pair(~(usable & finite), mask),
     }
     if weights is not None:

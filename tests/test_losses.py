@@ -292,6 +292,21 @@ def test_the_windows_of_icepop_and_tis():
     assert closed == 1
 
 
+def test_a_filtered_response_is_no_token_of_a_metric():
+    """Three of four rows masked: a ratio of exactly 1 was reported as 0.4."""
+    mask = torch.tensor([[True, True, False], *[[False] * 3] * 3])
+    zero = torch.zeros(4, 3)
+    _, weighted = losses.importance_weights(zero, zero, mask)
+    _, trained = losses.policy_loss(zero, zero, zero + 1, mask)
+    _, valued = losses.value_loss(zero, zero, zero, mask)
+    for metrics in (weighted, trained, valued):
+        assert {int(tokens) for _, tokens in metrics.values()} == {2}
+    for part, total in (weighted["is_ratio"], trained["ratio"], trained["ess"]):
+        assert part / total == 1
+    _, nothing = losses.policy_loss(zero, zero, zero + 1, mask & ~mask)
+    assert {tuple(map(int, pair)) for pair in nothing.values()} == {(0, 0)}
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("mode", ["none", "tis", "icepop"])
 def test_a_log_prob_that_is_not_finite_gets_weight_zero(bad, mode):
@@ -300,6 +315,18 @@ def test_a_log_prob_that_is_not_finite_gets_weight_zero(bad, mode):
     )
     assert torch.equal(weights, torch.tensor([[0.0, 1.0]]))
     assert all(bool(torch.isfinite(x)) for pair in metrics.values() for x in pair)
+    assert metrics["is_nonfinite"] == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("mode", ["none", "tis", "icepop"])
+def test_a_log_prob_of_the_sampler_that_is_not_finite_is_counted(bad, mode):
+    """It took its token out of the loss in every mode, without a word."""
+    one, sampled = -torch.ones(1, 3), torch.tensor([[bad, -1.0, bad]])
+    mask = torch.tensor([[True, True, False]])
+    weights, metrics = losses.importance_weights(one, sampled, mask, mode)
+    assert torch.equal(weights, torch.tensor([[0.0, 1.0, 0.0]]))
+    assert metrics["is_nonfinite"] == (1, 2)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
