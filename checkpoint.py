@@ -165,7 +165,7 @@ def save(
         reason = failure or "rank 0 says why"
         raise OSError(f"checkpoint {final} could not be written: {reason}. Is the disk full?")
     if distributed.rank() == 0 and keep:
-        for old in sorted(final.parent.glob("step_??????"))[:-keep]:
+        for old in complete(folder)[:-keep]:
             remove(old)
 
 
@@ -230,6 +230,11 @@ def remove(folder: Path) -> None:
 # ---- reading
 
 
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints of the run in `folder` that were written to their end, oldest first."""
+    return sorted((folder / "checkpoints").glob("step_??????"))
+
+
 def newest(folder: Path) -> Path | None:
     """The newest undamaged checkpoint of the run in `folder`, on every rank; None if there is none
     yet.
@@ -241,16 +246,16 @@ def newest(folder: Path) -> Path | None:
     if distributed.rank() == 0:
         for leftover in (folder / "checkpoints").glob("tmp_*"):  # of a save that was killed
             shutil.rmtree(leftover)
-        found = [newest_undamaged(folder / "checkpoints")]
+        found = [newest_undamaged(folder)]
     return distributed.gather(found)[0]
 
 
 def newest_undamaged(folder: Path) -> Path | None:
-    """Highest step_N of `folder` whose files are those that were written; damaged ones above it
+    """Highest checkpoint of the run whose files are those that were written; damaged ones above it
     make way, to damaged_step_N.
     """
     damaged: list[tuple[Path, str]] = []
-    for candidate in sorted(folder.glob("step_??????"), reverse=True):
+    for candidate in reversed(complete(folder)):
         if problem := damage(candidate):
             damaged.append((candidate, problem))
             continue
@@ -266,8 +271,8 @@ def newest_undamaged(folder: Path) -> Path | None:
         return candidate
     if damaged:
         raise ValueError(
-            f"every checkpoint in {folder} is damaged ({damaged[0][1]}); put back a good copy, or "
-            "delete them all to start this run again."
+            f"every checkpoint in {folder / 'checkpoints'} is damaged ({damaged[0][1]}); put back "
+            "a good copy, or delete them all to start this run again."
         )
     return None
 

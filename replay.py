@@ -80,7 +80,9 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     model = prepare(model, device, config)
     print0(f"the run said: {saved['error']}\nreplay in {compute_dtype}:")
     found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
-    for mb in micro_batches(to_batch(rollouts, device), config, "replay"):
+    batch = to_batch(rollouts, device)
+    inputs = {"rollout_logprobs": batch.rollout_logprobs} | given
+    for mb in micro_batches(batch, config, "replay"):
         loss, parts = LOSSES[part](model, mb, given, config)
         distributed.backward(loss)
         print0(f"micro-batch: loss {loss.item()}, {parts['nonfinite'][0]:.0f} tokens not finite")
@@ -89,7 +91,7 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
                 outputs, _ = forward_policy(model, mb, config.temperature)
             else:
                 outputs = forward_critic(model, mb)
-        per_token = {n: x for n, x in of_rows(given, mb).items() if x.ndim == 2} | {part: outputs}
+        per_token = {n: x for n, x in of_rows(inputs, mb).items() if x.ndim == 2} | {part: outputs}
         for i, row in enumerate(mb.rows.tolist()):
             r = rollouts[row]
             who = f"problem {r.problem.id}, sample {r.sample_index}"

@@ -294,6 +294,14 @@ def update_policy(
         )
     if state.reference is not None:
         given["ref_logprobs"], _ = score_policy(state.reference, batch, config)
+    if bad := int(weight_parts["is_nonfinite"][0]):
+        rows = range(len(batch.rollouts))
+        given["row_weights"] = row_weights("token-mean", batch, mask, rows)
+        reason = (
+            f"{bad} log-probs of the sampler or of the policy before its update are not finite in "
+            f"step {state.step + 1}"
+        )
+        raise nonfinite_error(run, state, "policy", reason, batch, rows, given)
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
         given["row_weights"] = row_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
@@ -319,8 +327,8 @@ def update(
 ) -> None:
     """One optimizer step of the policy or the critic on a minibatch.
 
-    Raises FloatingPointError on a loss, model output or gradient that is not finite, before the
-    weights change; weights and minibatch are saved for --replay.
+    Raises FloatingPointError on a loss, model output or gradient that is not finite, before this
+    step changes the weights; weights and minibatch are saved for --replay.
     """
     model, optimizers = state.part(part)
     try:
@@ -337,11 +345,25 @@ def update(
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
         sums.add_optimizer_step(optimizer_step(model, optimizers, lr, run.config))
     except FloatingPointError as error:
-        file = save_replay(run, state, part, str(error), batch, rows, given)
-        raise FloatingPointError(
-            f"{error}. Its weights were left as they were, the newest checkpoint is good; look at "
-            f"the cause with --replay {file}"
-        ) from None
+        raise nonfinite_error(run, state, part, str(error), batch, rows, given) from None
+
+
+def nonfinite_error(
+    run: Run,
+    state: State,
+    part: str,
+    reason: str,
+    batch: Batch,
+    rows: Sequence[int],
+    given: dict[str, Tensor],
+) -> FloatingPointError:
+    """Save what --replay needs; the error to raise, which says where the run stands."""
+    file = save_replay(run, state, part, reason, batch, rows, given)
+    saved = checkpoint.complete(run.folder)
+    newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+    return FloatingPointError(
+        f"{reason}. Nothing was changed by it, and {newest}; look at the cause with --replay {file}"
+    )
 
 
 def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:

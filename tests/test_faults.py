@@ -378,6 +378,35 @@ def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
     assert "weight" not in output
 
 
+def test_a_log_prob_of_the_sampler_that_is_not_finite_stops_the_run(
+    random_tiny_model, tmp_path, capsys
+):
+    """Its token left the loss, under every --is-mode, and no metric told."""
+
+    def change(state, batch, *_):
+        batch.rollout_logprobs[5, 0] = batch.rollouts[5].rollout_logprobs[0] = float("-inf")
+
+    flags, match = ["--algorithm", "grpo"], "1 log-probs of the sampler .* are not finite in step 2"
+    file = stopped(tmp_path / "r", "policy", change, match, *flags, model=random_tiny_model)
+    train.main(["--replay", str(file)])
+    output = capsys.readouterr().out
+    assert output.count("rollout_logprobs of problem") == 1 and "weight" not in output
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_a_stop_names_the_newest_checkpoint_or_says_there_is_none(
+    save_every, random_tiny_model, tmp_path
+):
+    """It called the newest checkpoint good where none existed."""
+
+    def change(state, batch, advantages, old_logprobs):
+        advantages[0, 0] = float("nan")
+
+    match = "newest checkpoint is .*step_000001;" if save_every else "there is no checkpoint yet;"
+    flags = ["--algorithm", "grpo", "--save-every", save_every]
+    stopped(tmp_path / "r", "policy", change, match, *flags, model=random_tiny_model)
+
+
 def test_a_reference_that_is_not_finite_stops_the_run_and_is_named_by_the_replay(
     random_tiny_model, tmp_path, capsys
 ):
