@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 import jsonl
 from distributed import print0
 from rewards import check_label
-from verify import extract
+from verify import REASONS, extract, verify
 
 
 @dataclass
@@ -196,6 +196,23 @@ def final_answer(text: str) -> str:
     return extract(text, "none").answer or text
 
 
+def gradable(kind: str, label: Any) -> str:
+    """The label of a data row as its verifier takes it; ValueError with one sentence for a label
+    that no response could match.
+    """
+    text = check_label(kind, label)
+    if kind != "math":
+        return text
+    answer = final_answer(text)
+    verdict = verify(f"\\boxed{{{answer}}}", answer, "none")
+    if not verdict.correct:
+        raise ValueError(
+            f"no answer can match the label {text[:60]!r} ({verdict.reason}: "
+            f"{REASONS[verdict.reason]}); curate.py leaves such rows out"
+        )
+    return answer
+
+
 def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) -> str:
     """The prompt as one user turn (or the given messages) through the chat template, ready for the
     answer.
@@ -260,7 +277,7 @@ def load_problems(
                     f"{', '.join(row)}; --prompt-key and --label-key choose)."
                 )
         try:
-            label = check_label(kind, row.get(label_key))
+            label = gradable(kind, row.get(label_key))
         except ValueError as error:
             raise ValueError(f"{where}: {error}.") from error
         if not is_prompt(row[prompt_key]):
@@ -270,14 +287,18 @@ def load_problems(
             )
         try:
             prompt = render_prompt(tokenizer, with_suffix(row[prompt_key], prompt_suffix))
-        except (TemplateError, ValueError) as error:
-            raise ValueError(f"{where}: the chat template refuses the prompt: {error}.") from error
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            prompt.encode()  # tokenizers do not say what they have against half a surrogate pair
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{where}: the chat template or the tokenizer refuses the prompt: {error}."
+            ) from error
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
-        index, label = len(problems), final_answer(label) if kind == "math" else label
-        problems.append(Problem(str(row.get(id_key, index)), index, prompt, ids, label, kind))
+        index, name = len(problems), row.get(id_key)
+        name = str(index if name is None else name)
+        problems.append(Problem(name, index, prompt, ids, label, kind))
     if not problems:
         why = (
             f"all {dropped} prompts are longer than --max-prompt-tokens"

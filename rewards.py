@@ -382,9 +382,8 @@ def check_label(kind: str, label: Any) -> str:
     Raises ValueError with one sentence for an unknown kind, and for a label that its verifier could
     not grade or that a trivial response would satisfy.
     """
-    require(
-        kind in VERIFIERS, f"verifier {kind!r} is unknown; choose one of {', '.join(VERIFIERS)}"
-    )
+    known = isinstance(kind, str) and kind in VERIFIERS
+    require(known, f"verifier {kind!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if kind == "format":
         return ""
     require(label not in (None, "", [], {}), "every row needs a label")
@@ -394,6 +393,8 @@ def check_label(kind: str, label: Any) -> str:
             f"the label of a choice is one letter, not {label!r}",
         )
     if kind not in ("instruction", "code"):
+        value = not isinstance(label, (list, dict)) and str(label).strip().lower() != "nan"
+        require(value, f"a label is one text or number, not {label!r}")
         return str(label)
     if isinstance(label, str):  # parquet columns hold JSON text
         try:

@@ -77,6 +77,22 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
         ([{"prompt": 7, "label": "1"}], [":1", "'prompt'"]),
         ([{"prompt": [1, 2], "label": "1"}], [":1", "content"]),
         ([{"prompt": [{"role": "user"}], "label": "1"}], [":1", "content"]),
+        ([{"prompt": "1", "label": "1"}, {"prompt": "1", "label": "  "}], [":2", "empty"]),
+        ([{"prompt": "1", "label": "#### "}], [":1", "'#### '", "empty", "curate.py"]),
+        ([{"prompt": "1", "label": "42 ####"}], [":1", "'42 ####'", "empty"]),
+        ([{"prompt": "1", "label": "\\boxed{}"}], [":1", "empty"]),
+        ([{"prompt": "1", "label": "$$"}], [":1", "empty"]),
+        ([{"prompt": "1", "label": "\\frac{1}{2"}], [":1", "unbalanced"]),
+        ([{"prompt": "1", "label": "1" * 5000}], [":1", "too_big"]),
+        ([{"prompt": "1", "label": ["3", "4"]}], [":1", "one text or number", "['3', '4']"]),
+        ([{"prompt": "1", "label": {"x": 3}}], [":1", "one text or number", "{'x': 3}"]),
+        ([{"prompt": "1", "label": float("nan")}], [":1", "one text or number", "nan"]),
+        ([{"prompt": "1", "label": "NaN"}], [":1", "one text or number", "NaN"]),
+        ([{"prompt": "1", "label": "1", "verifier": ["math"]}], [":1", "['math'] is unknown"]),
+        (
+            [{"prompt": "1", "label": "1", "verifier": {}}, {"prompt": "\ud800", "label": "1"}],
+            [":2", "surrogates"],
+        ),
         (["{nonsense"], [":1", "JSON"]),
         (["[1]"], [":1", "JSON object"]),
         ([], ["empty"]),
@@ -87,6 +103,21 @@ def test_bad_rows_are_named_with_file_and_line(tmp_path, tokenizer, rows, words)
     with pytest.raises(ValueError) as error:
         load_problems(file, tokenizer, 50)
     assert all(word in str(error.value) for word in [*words, file]), str(error.value)
+
+
+def test_an_id_of_null_is_the_number_of_the_problem(tmp_path, tokenizer):
+    """All such problems had the id 'None', and diagnose took their groups for one."""
+    rows = [{"prompt": "P", "label": label, "id": id} for label, id in (("1", None), ("2", 0))]
+    problems, _ = load_problems(write(tmp_path / "a.jsonl", *rows, rows[0]), tokenizer, 99)
+    assert [p.id for p in problems] == ["0", "0", "2"]
+
+
+@pytest.mark.parametrize("label", [0, 7.0, True, "yes", "1/0", "x = 2", "x" * 60, "A", "42"])
+def test_every_other_label_is_taken_as_it_is(tmp_path, tokenizer, label):
+    (problem,), _ = load_problems(
+        write(tmp_path / "a.jsonl", {"prompt": "P", "label": label}), tokenizer, 99
+    )
+    assert problem.label == str(label)
 
 
 @pytest.mark.parametrize(
