@@ -231,6 +231,7 @@ def sample_row(step: int, r: Rollout, kept: bool) -> dict:
     return {
         "step": step,
         "problem_id": r.problem.id,
+        "draw": r.group,
         "sample_index": r.sample_index,
         "prompt": r.problem.prompt,
         "response": r.text,

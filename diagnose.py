@@ -245,7 +245,8 @@ def fall_of_v(run: Path) -> np.ndarray | None:
             if right_response(row["prompt"]) is None:
                 return None
             kept = ("prompt", "response", "finish_reason", "response_length", "reward", "values")
-            groups[row["step"], row["problem_id"]].append({key: row[key] for key in kept})
+            draw = row.get("draw", row["problem_id"])  # not in runs of earlier versions
+            groups[row["step"], draw].append({key: row[key] for key in kept})
     last = max((step for step, _ in groups), default=0)
     wrongs, rights = [], []
     for (step, _), group in groups.items():

@@ -208,6 +208,15 @@ def test_v_falls_where_the_critic_sees_the_slip(tmp_path, tokenizer):
     assert fall[1][inside].tolist() == pytest.approx([0.6] * len(inside))
 
 
+def test_two_draws_of_a_problem_in_a_step_are_two_groups(tmp_path, tokenizer):
+    """The right responses of one stood beside the wrong ones of the other."""
+    rows = [row(tokenizer, 3, 0), row(tokenizer, 3, 0, reward=1.0)]
+    rows = [r | {"draw": draw} for draw, r in enumerate(rows)]
+    assert diagnose.fall_of_v(write_run(tmp_path / "r", rows)) is None
+    rows = [r | {"draw": 7} for r in rows]
+    assert diagnose.fall_of_v(write_run(tmp_path / "s", rows)) is not None
+
+
 def test_another_task_has_no_first_wrong_token(tmp_path, tokenizer):
     rows = [row(tokenizer, prompt="What is 3 + 4?")]
     assert diagnose.fall_of_v(write_run(tmp_path / "r", rows)) is None

@@ -460,12 +460,11 @@ def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, m
     config = json.loads((tmp_path / "r/config.json").read_text())
     assert config["algorithm"] == "justrl2" and config["clip_high"] == 0.28
     row = json.loads((tmp_path / "r/rollouts.jsonl").read_text().splitlines()[0])
-    keys = (
-        "step problem_id sample_index prompt response response_ids rollout_logprobs reward correct "
-    )
+    keys = "step problem_id draw sample_index prompt response response_ids rollout_logprobs reward "
     assert row.keys() == set(
         (
-            keys + "overlong_penalty reason finish_reason response_length kept values advantages"
+            keys
+            + "correct overlong_penalty reason finish_reason response_length kept values advantages"
         ).split()
     )
     assert row["response_length"] == len(row["response_ids"]) == len(row["rollout_logprobs"])
