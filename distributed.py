@@ -150,7 +150,11 @@ def leave(message: str) -> NoReturn:
 
 
 def choose_device(device: str, nproc: int) -> str:
-    """cpu or cuda for auto, cpu or cuda; ValueError if there are not `nproc` of them."""
+    """cpu or cuda for auto, cpu or cuda; ValueError if there are not enough for the processes of
+    this machine: `nproc`, or what torchrun started in their place.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():

@@ -186,6 +186,23 @@ def test_nproc_starts_its_ranks_unless_a_launcher_has_started_several(world, exp
     assert started == [(str(r), str(r), "8") for r in range(expected)]
 
 
+@pytest.mark.parametrize(
+    ("world", "local", "refused"),
+    [(None, None, True), ("1", "1", True), ("4", "4", False), ("16", "8", True), ("8", "4", False)],
+    ids=["python train.py", "one of torchrun", "torchrun 4", "torchrun 8 a node", "two nodes"],
+)
+def test_torchruns_own_number_of_processes_needs_the_devices(world, local, refused, monkeypatch):
+    """A recipe for 8 processes was refused under torchrun --nproc-per-node 4 on four GPUs."""
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="--nproc 8.*4 CUDA") if refused else nullcontext():
+        assert distributed.choose_device("auto", 8) == "cuda"
+
+
 def muon_step(rank, file):
     """One of two ranks: a Muon step on a sharded matrix, the result in `file`."""
     torch.set_num_threads(1)
