@@ -94,7 +94,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     state = begin(config, device, start, tokenizer, problems, saved)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
     report = books.open_reporter(folder, config, state.step)
-    write_config(folder, config)
+    if state.step < config.steps:  # else no step will use what the flags change
+        write_config(folder, config)
     row = losses.ALGORITHMS[config.algorithm]
     return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
 
@@ -112,6 +113,12 @@ def run_directory(config: Config) -> Path:
     if (folder / "config.json").exists() and not config.resume:
         raise ConfigError(
             f"--output-dir {folder} already holds a run; add --resume or choose another directory."
+        )
+    held = [name for name in ("checkpoints", "metrics.jsonl") if (folder / name).exists()]
+    if held and not (folder / "config.json").exists():
+        raise ConfigError(
+            f"--output-dir {folder} has {' and '.join(held)} of a run, but no config.json; put it "
+            "back, or choose another directory."
         )
     distributed.barrier()  # every rank has looked before one writes
     return folder

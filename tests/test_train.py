@@ -450,6 +450,28 @@ def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mi
         run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
 
 
+def test_checkpoints_without_their_config_are_not_taken_for_a_new_run(
+    random_tiny_model, tmp_path, mixed_rewards
+):
+    """It began again, found the names of its checkpoints taken, and saved nothing."""
+    flags = ["--algorithm", "grpo", "--steps", 1]
+    run(tmp_path / "r", *flags, model=random_tiny_model)
+    (tmp_path / "r/config.json").unlink()
+    with pytest.raises(SystemExit, match="checkpoints and metrics.jsonl .* no config.json"):
+        run(tmp_path / "r", *flags, model=random_tiny_model)
+
+
+def test_a_finished_run_keeps_the_config_that_its_steps_used(
+    random_tiny_model, tmp_path, mixed_rewards
+):
+    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+    before = (tmp_path / "r/config.json").read_text()
+    train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--lr", "1"])
+    assert (tmp_path / "r/config.json").read_text() == before
+    train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--lr", "1e-3", "--steps", "2"])
+    assert json.loads((tmp_path / "r/config.json").read_text())["lr"] == 1e-3
+
+
 # ---- the run directory, and learning on the embedded task
 
 
