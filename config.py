@@ -11,6 +11,8 @@ recipes/justrl2-minicpm5-2b-128k.yaml.
 import argparse
 import inspect
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,7 +115,7 @@ class Config:
 
     # Critic
     critic_value_bias_init: float = _f(0.5, "expected mean reward: bias of the value head at the start (paper: 0.52)")
-    num_critic_only_steps: int = _f(4, "first steps that train the critic alone (paper: 30); ignored without a critic")
+    num_critic_only_steps: int | None = _f(None, "first steps that train the critic alone (default: a quarter of --steps, at most 4; paper: 30); ignored without a critic")
     critic_updates_per_step: int | None = _f(None, "passes of the critic over a rollout batch, per pass of the policy (default 1)")
     value_clip: float | None = _f(None, "value clip range around the old value (default 0.2)")
 
@@ -161,146 +163,177 @@ class Config:
         `losses.ALGORITHMS`.
         """
         if self.algorithm not in algorithms:
-            raise ConfigError(
-                f"--algorithm {self.algorithm} is unknown; choose one of {', '.join(algorithms)}."
+            refuse(
+                "algorithm", f"{self.algorithm} is unknown; choose one of {', '.join(algorithms)}"
             )
         row = algorithms[self.algorithm]
-        reads = inspect.signature(row.advantage).parameters
-        for name in ADVANTAGE_FIELDS:
-            if getattr(self, name) not in (None, row.defaults.get(name)) and name not in reads:
-                readers = [
-                    k
-                    for k, r in algorithms.items()
-                    if name in inspect.signature(r.advantage).parameters
-                ]
-                _require(
-                    False,
-                    name,
-                    f"is not read by {self.algorithm}; it belongs to {', '.join(readers)}",
-                )
-        defaults = COMMON | row.defaults
+        # A quarter of a short run, so that `--steps 2` needs no second flag.
+        defaults = COMMON | {"num_critic_only_steps": min(4, self.steps // 4)} | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
         config._check_fields()
-        config._check_consistency(row)
+        changed = [
+            f.name
+            for f in fields(self)
+            if getattr(config, f.name) != defaults.get(f.name, f.default)
+        ]
+        config._check_use(changed, row, algorithms)
+        config._check_rollout(row)
+        config._check_training(row)
         return config
 
     def _check_fields(self) -> None:
         """Every field by itself; None, where it is allowed, is always in range."""
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                if value != math.inf or name not in NO_BOUND:
+                    refuse(name, f"is {value}; it must be a finite number")
         for name in POSITIVE:
             value = getattr(self, name)
-            _require(value is None or value > 0, name, f"is {value}; it must be above 0")
+            if value is not None and value <= 0:
+                refuse(name, f"is {value}; it must be above 0")
         for name in NOT_NEGATIVE:
             value = getattr(self, name)
-            _require(value >= 0, name, f"is {value}; it must not be negative")
+            if value is not None and value < 0:
+                refuse(name, f"is {value}; it must not be negative")
         for name, low, high in RANGES:
             value = getattr(self, name)
-            inside = value is None or low <= value <= high
-            _require(inside, name, f"is {value}; it must be in [{low}, {high}]")
+            if value is not None and not low <= value <= high:
+                refuse(name, f"is {value}; it must be in [{low}, {high}]")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            known = value is None or value in choices
-            _require(known, name, f"is {value!r}; choose one of {', '.join(map(str, choices))}")
-        k = self.gae_lambda_k
-        _require(k is None or 0 < k <= 1, "gae_lambda_k", f"is {k}; it must be in (0, 1]")
-        c = self.dual_clip
-        _require(c is None or c > 1, "dual_clip", f"is {c}; it must be above 1, or unset")
-        _require(self.over_sampling >= 1, "over_sampling", "is a ratio of at least 1")
+            if value is not None and value not in choices:
+                refuse(name, f"is {value!r}; choose one of {', '.join(map(str, choices))}")
+        if self.gae_lambda_k is not None and not 0 < self.gae_lambda_k <= 1:
+            refuse("gae_lambda_k", f"is {self.gae_lambda_k}; it must be in (0, 1]")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            refuse("dual_clip", f"is {self.dual_clip}; it must be above 1, or unset")
         reward_weights(self.reward_mix)
 
-    def _check_consistency(self, row: Any) -> None:
-        """Fields that cannot go together."""
-        _require(
-            self.overlong_buffer_tokens < self.max_response_tokens,
-            "overlong_buffer_tokens",
-            f"({self.overlong_buffer_tokens}) must be below max_response_tokens "
-            f"({self.max_response_tokens}); the paper uses a fifth of the budget",
-        )
-        _require(
-            self.group_size > 1 or row.critic,
-            "group_size",
-            f"is 1, but {self.algorithm} compares the responses of a group and would learn nothing; "
-            "use at least 2, or an algorithm with a critic",
-        )
-        _require(
-            self.group_size > 1 or not self.dynamic_sampling,
-            "dynamic_sampling",
-            "drops every group of one response; set --no-dynamic-sampling or a larger --group-size",
-        )
-        _require(
-            self.std_ddof < self.group_size or self.group_size == 1,
-            "std_ddof",
-            f"({self.std_ddof}) must be below group_size ({self.group_size})",
-        )
-        _require(
-            self.gae_lambda_k is None or self.gamma == 1,
-            "gamma",
-            "must be 1 with a length-adaptive lambda (gae_lambda_k): its value target is the "
-            "undiscounted reward",
-        )
-        _require(
-            not row.critic or self.num_critic_only_steps < self.steps,
-            "num_critic_only_steps",
-            f"({self.num_critic_only_steps}) must be below steps ({self.steps}), or the policy "
-            "never trains",
-        )
-        _require(
-            self.minibatches_per_step <= self.prompts_per_step * self.group_size,
-            "minibatches_per_step",
-            "exceeds the number of responses in a step",
-        )
-        _require(
-            not self.partial_rollout or self.over_sampling > 1,
-            "partial_rollout",
-            "resumes what over-sampling aborts; set --over-sampling above 1 as well",
-        )
-        partial = "acts on resumed groups; set --partial-rollout as well"
-        _require(self.partial_rollout or not self.partial_mask_old, "partial_mask_old", partial)
-        _require(self.partial_rollout or self.max_staleness is None, "max_staleness", partial)
+    def _check_use(self, changed: Sequence[str], row: Any, algorithms: Mapping[str, Any]) -> None:
+        """No field that was given may do nothing."""
+        for name in changed:
+            readers = [known for known, r in algorithms.items() if name in r.reads]
+            if readers and self.algorithm not in readers:
+                refuse(name, f"is not read by {self.algorithm}; it belongs to {', '.join(readers)}")
+            if name in OF_CRITIC and not row.critic:
+                refuse(name, f"is of the critic, and {self.algorithm} has none; leave it out")
+            if name in NEEDS and getattr(self, NEEDS[name]) in (None, 0, "none"):
+                refuse(
+                    name, f"does nothing without {flag(NEEDS[name])}; set that too, or leave it out"
+                )
+
+    def _check_rollout(self, row: Any) -> None:
+        """Fields of sampling and rewards that cannot go together."""
+        if self.overlong_buffer_tokens >= self.max_response_tokens:
+            refuse(
+                "overlong_buffer_tokens",
+                f"({self.overlong_buffer_tokens}) must be below max_response_tokens "
+                f"({self.max_response_tokens}); the paper uses a fifth of the budget",
+            )
+        if self.group_size == 1 and not row.critic:
+            refuse(
+                "group_size",
+                f"is 1, but {self.algorithm} compares the responses of a group and would learn "
+                "nothing; use at least 2, or an algorithm with a critic",
+            )
+        if self.group_size == 1 and self.dynamic_sampling:
+            refuse(
+                "dynamic_sampling",
+                "drops every group of one response; set --no-dynamic-sampling or a larger "
+                "--group-size",
+            )
+        if self.partial_rollout and self.over_sampling == 1:
+            refuse(
+                "partial_rollout",
+                "resumes what over-sampling aborts; set --over-sampling above 1 as well",
+            )
         longest = self.max_prompt_tokens + self.max_response_tokens
-        _require(
-            not self.kv_cache_tokens or self.kv_cache_tokens >= longest,
-            "kv_cache_tokens",
-            f"({self.kv_cache_tokens}) holds less than one prompt and response of max_prompt_tokens "
-            f"+ max_response_tokens ({longest}); raise it, or set 0",
-        )
-        _require(self.is_low <= self.is_high, "is_low", "must not exceed is_high")
-        _require(
-            self.reward == "correct" or reward_weights(self.reward_mix) == {"correct": 1.0},
-            "reward_mix",
-            f"mixes correctness; with the control --reward {self.reward} it must be left out",
-        )
-        _require(
-            not self.async_steps or self.is_mode != "none",
-            "async_steps",
-            "trains on samples of an older policy, which only importance weights make right; set "
-            "--is-mode tis or icepop as well",
-        )
-        _require(
-            not self.async_steps or not self.partial_mask_old,
-            "partial_mask_old",
-            "would leave nothing to train on: with --async-steps every token is of an older policy",
-        )
-        _require(
-            not self.async_steps or self.nproc == 1,
-            "async_steps",
-            "works in one process: beside the collectives of an update, those of a rollout would "
-            "meet in any order",
-        )
+        if 0 < self.kv_cache_tokens < longest:
+            refuse(
+                "kv_cache_tokens",
+                f"({self.kv_cache_tokens}) holds less than one prompt and response of "
+                f"max_prompt_tokens + max_response_tokens ({longest}); raise it, or set 0",
+            )
+        if self.reward != "correct" and reward_weights(self.reward_mix) != {"correct": 1.0}:
+            refuse(
+                "reward_mix",
+                f"mixes correctness; with the control --reward {self.reward} it must be left out",
+            )
+
+    def _check_training(self, row: Any) -> None:
+        """Fields of the update that cannot go together."""
+        if self.std_ddof >= self.group_size > 1:
+            refuse("std_ddof", f"({self.std_ddof}) must be below group_size ({self.group_size})")
+        if self.gae_lambda_k is not None and self.gamma != 1:
+            refuse(
+                "gamma",
+                "must be 1 with a length-adaptive lambda (gae_lambda_k): its value target is the "
+                "undiscounted reward",
+            )
+        if row.critic and self.num_critic_only_steps >= self.steps:
+            refuse(
+                "num_critic_only_steps",
+                f"({self.num_critic_only_steps}) must be below steps ({self.steps}), or the policy "
+                "never trains",
+            )
+        if self.minibatches_per_step > self.prompts_per_step * self.group_size:
+            refuse("minibatches_per_step", "exceeds the number of responses in a step")
+        if 1 < self.clip_low < math.inf and row.objective != "gmpo":
+            refuse("clip_low", f"is {self.clip_low}; no ratio is below 0, so 1 is no clip already")
+        if self.is_low > self.is_high:
+            refuse("is_low", "must not exceed is_high")
+        if self.async_steps and self.is_mode == "none":
+            refuse(
+                "async_steps",
+                "trains on samples of an older policy, which only importance weights make right; "
+                "set --is-mode tis or icepop as well",
+            )
+        if self.async_steps and self.partial_mask_old:
+            refuse(
+                "partial_mask_old",
+                "would leave nothing to train on: with --async-steps every token is of an older "
+                "policy",
+            )
+        if self.async_steps and self.nproc > 1:
+            refuse(
+                "async_steps",
+                "works in one process: beside the collectives of an update, those of a rollout "
+                "would meet in any order",
+            )
 
 
 POSITIVE = """steps nproc max_tokens_per_micro_batch prompts_per_step group_size max_prompt_tokens
     max_response_tokens temperature slots verifier_workers verifier_timeout_s epochs_per_step
     minibatches_per_step critic_updates_per_step max_grad_norm eval_samples eval_top_p
-    prefill_chunk_tokens gamma gae_lambda_alpha
+    prefill_chunk_tokens max_pass_rate gamma gae_lambda_alpha adam_eps sapo_tau_pos sapo_tau_neg
     overlong_injection_alpha gpu_memory_gb""".split()
 NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_only_steps max_refills
-    overlong_buffer_tokens overlong_penalty_factor kl_coef save_every eval_every
+    overlong_buffer_tokens overlong_penalty_factor kl_coef entropy_coef cov_kl_coef opsm_delta is_low
+    length_reward_weight length_reward_min_spread length_reward_min_longest save_every eval_every
     keep_checkpoints kv_cache_tokens eval_top_k mlp_chunk_tokens""".split()
-# Optional fields that only some advantages read: setting one for another algorithm is refused.
-ADVANTAGE_FIELDS = "gae_lambda gae_lambda_k gae_lambda_alpha group_center std_normalize".split()
-# What a resumed run may not change: it would be another run under the same name.
+# Limits that infinity switches off; every other number is finite.
+NO_BOUND = "clip_low clip_high dual_clip value_clip is_high max_grad_norm".split()
+# Fields that do nothing without a critic.
+OF_CRITIC = "value_clip critic_updates_per_step".split()
+# Fields that do nothing while the other one is unset, 0 or none.
+NEEDS = {
+    "max_staleness": "partial_rollout",
+    "partial_mask_old": "partial_rollout",
+    "overlong_penalty_factor": "overlong_buffer_tokens",
+    "overlong_injection_alpha": "overlong_buffer_tokens",
+    "length_reward_min_spread": "length_reward_weight",
+    "length_reward_min_longest": "length_reward_weight",
+    "std_ddof": "std_normalize",
+    "is_low": "is_mode",
+    "is_high": "is_mode",
+    "kl_estimator": "kl_coef",
+    "cov_fraction": "entropy_control",
+    "cov_kl_coef": "entropy_control",
+}
+# What a resumed run may not change: it would be another run under the same name, or could not use
+# what is saved.
 FIXED_ON_RESUME = """algorithm model data prompt_key label_key prompt_suffix max_prompt_tokens think
-    seed group_size reward reward_mix""".split()
+    seed group_size reward reward_mix optimizer""".split()
 # What a field left at None is in every row that does not say otherwise.
 COMMON = {
     "group_size": 8,
@@ -311,6 +344,11 @@ COMMON = {
     "is_high": 5.0,
 }
 RANGES = (
+    ("seed", 0, 2**32 - 1),
+    ("temperature", 0.01, 100),
+    ("over_sampling", 1, 100),
+    ("verifier_timeout_s", 0, 86_400),
+    ("log_samples", -1, float("inf")),
     ("gae_lambda", 0, 1),
     ("gamma", 0, 1),
     ("clip_low", 0, float("inf")),
@@ -343,9 +381,14 @@ CHOICES = {
 }
 
 
-def _require(condition: bool, name: str, sentence: str) -> None:
-    if not condition:
-        raise ConfigError(f"--{name.replace('_', '-')} {sentence}.")
+def flag(name: str) -> str:
+    """A field as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse(name: str, sentence: str) -> NoReturn:
+    """ConfigError about one field."""
+    raise ConfigError(f"{flag(name)} {sentence}.")
 
 
 def reward_weights(mix: str) -> dict[str, float]:
@@ -353,16 +396,16 @@ def reward_weights(mix: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for term in mix.split("+"):
         match = re.fullmatch(r"\s*(?:(\d*\.?\d+)\s*\*?\s*)?(correct|format)\s*", term)
-        _require(
-            match is not None and match[2] not in weights,
-            "reward_mix",
-            f"{mix!r} is not a sum like '0.9 correct + 0.1 format'; its terms are correct and format",
-        )
+        if match is None or match[2] in weights:
+            refuse(
+                "reward_mix",
+                f"{mix!r} is not a sum like '0.9 correct + 0.1 format'; its terms are correct and "
+                "format",
+            )
         weights[match[2]] = float(match[1] or 1)
     total = sum(weights.values())
-    _require(
-        abs(total - 1) < 1e-9, "reward_mix", f"{mix!r} has weights that sum to {total:g}, not 1"
-    )
+    if abs(total - 1) > 1e-9:
+        refuse("reward_mix", f"{mix!r} has weights that sum to {total:g}, not 1")
     return weights
 
 
@@ -455,21 +498,29 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     config = from_flags(parser, _as_flags(parser, file, recipe | stored) + rest)
     for name in FIXED_ON_RESUME:
         new, old = getattr(config, name), stored.get(name, getattr(Config, name))
-        _require(
-            new == old,
-            name,
-            f"was {old} when this run began, and a resumed run keeps it, not {new}",
+        if new != old:
+            refuse(name, f"was {old} when this run began, and a resumed run keeps it, not {new}")
+    unused = [
+        f"{name} {getattr(config, name)}, not {getattr(given, name)}"
+        for name, value in recipe.items()
+        if value != "auto" and getattr(given, name) != getattr(config, name)
+    ]
+    if unused and os.environ.get("RANK", "0") == "0":
+        print(
+            f"WARNING: the run keeps {'; '.join(unused)} of {known.config}. A flag can change what "
+            "may change.",
+            file=sys.stderr,
         )
     return config
 
 
 def read_stored(output_dir: str) -> dict[str, Any]:
     """Fields of the run to resume, as its config.json remembers them."""
-    _require(bool(output_dir), "resume", "needs --output-dir, the run to continue")
+    if not output_dir:
+        refuse("resume", "needs --output-dir, the run to continue")
     file = Path(output_dir) / "config.json"
-    _require(
-        file.exists(), "resume", f"finds no run in {output_dir}; leave it out to start one there"
-    )
+    if not file.exists():
+        refuse("resume", f"finds no run in {output_dir}; leave it out to start one there")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -12,6 +12,7 @@ trainer's at the start of the step, `rollout_logprobs` the sampler's own. Metric
 (numerator, denominator): add over micro-batches first, divide last.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -720,6 +721,13 @@ class Algorithm(NamedTuple):
     critic: bool
     about: str
     defaults: dict
+
+    @property
+    def reads(self) -> set[str]:
+        """Names of the configuration fields that the advantage or the objective takes."""
+        objective = inspect.signature(OBJECTIVES[self.objective]).parameters.values()
+        limits = {p.name for p in objective if p.kind is p.KEYWORD_ONLY}
+        return limits | inspect.signature(self.advantage).parameters.keys()
 
 
 def row(advantage, objective, about, critic=False, **defaults) -> Algorithm:

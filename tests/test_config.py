@@ -1,8 +1,9 @@
 """Configuration: flags, recipes, row defaults, and one clear sentence for what cannot run."""
 
 import json
+import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,21 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(partial_mask_old=True), ["--partial-mask-old", "--partial-rollout"]),
         (dict(eval_top_p=0.0), ["--eval-top-p", "above 0"]),
         (dict(eval_min_p=1.5), ["--eval-min-p", "[0, 1]"]),
+        (dict(seed=10**30), ["--seed", "4294967295"]),
+        (dict(seed=-1), ["--seed", "-1"]),
+        (dict(temperature=1e-40), ["--temperature", "[0.01, 100]"]),
+        (dict(over_sampling=1e30), ["--over-sampling", "[1, 100]"]),
+        (dict(verifier_timeout_s=1e20), ["--verifier-timeout-s", "86400"]),
+        (dict(algorithm="sapo", sapo_tau_pos=0.0), ["--sapo-tau-pos", "above 0"]),
+        (dict(algorithm="sapo", sapo_tau_neg=-1.0), ["--sapo-tau-neg", "above 0"]),
+        (dict(adam_eps=-1.0), ["--adam-eps", "above 0"]),
+        (dict(entropy_coef=-1.0), ["--entropy-coef", "negative"]),
+        (dict(opsm_delta=-4.0), ["--opsm-delta", "negative"]),
+        (dict(length_reward_weight=-3.0), ["--length-reward-weight", "negative"]),
+        (dict(length_reward_min_spread=-5), ["--length-reward-min-spread", "negative"]),
+        (dict(log_samples=-7), ["--log-samples", "-7"]),
+        (dict(max_pass_rate=0.0), ["--max-pass-rate", "above 0"]),
+        (dict(clip_low=2.0), ["--clip-low", "2", "ratio"]),
     ],
 )
 def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
@@ -89,6 +105,63 @@ def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+FLOATS = [f.name for f in fields(Config) if "float" in str(f.type)]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_number_that_is_not_finite_is_refused_by_name(name):
+    """NaN and infinity passed in 13 fields, to fail after the first rollout without naming one."""
+    limits = "clip_low clip_high dual_clip value_clip is_high max_grad_norm".split()
+    for value in (math.nan, math.inf, -math.inf):
+        if value == math.inf and name in limits:
+            assert getattr(Config(**{name: value}).resolved(ALGORITHMS), name) == value
+        else:
+            with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is .*{value}"):
+                Config(**{name: value}).resolved(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        (dict(algorithm="rloo", clip_high=0.3), "grpo"),
+        (dict(algorithm="rloo", std_normalize=True), "grpo"),
+        (dict(algorithm="grpo", sapo_tau_pos=3.0), "sapo"),
+        (dict(algorithm="grpo", gamma=0.9), "reinforce_pp, ppo"),
+        (dict(algorithm="cispo", dual_clip=3.0), "grpo"),
+        (dict(std_ddof=1), "grpo"),
+        (dict(algorithm="dr_grpo", std_ddof=1), "--std-normalize"),
+        (dict(algorithm="grpo", value_clip=0.9), "critic"),
+        (dict(algorithm="grpo", critic_updates_per_step=2), "critic"),
+        (dict(is_mode="none", is_low=0.9), "--is-mode"),
+        (dict(algorithm="grpo", is_high=9.0), "--is-mode"),
+        (dict(kl_estimator="k1"), "--kl-coef"),
+        (dict(cov_fraction=0.1), "--entropy-control"),
+        (dict(cov_kl_coef=0.5), "--entropy-control"),
+        (dict(overlong_penalty_factor=2.0), "--overlong-buffer-tokens"),
+        (dict(overlong_injection_alpha=0.1), "--overlong-buffer-tokens"),
+        (dict(length_reward_min_longest=5), "--length-reward-weight"),
+    ],
+)
+def test_a_knob_that_would_do_nothing_is_refused(given, needs):
+    """It was accepted, stored in config.json and read by nobody."""
+    (name,) = given.keys() - {"algorithm", "is_mode"}
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} .*{needs}"):
+        Config(**given).resolved(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_a_row_resolved_to_is_accepted_again(name):
+    """A resumed run and one with a default spelt out give no knob that does nothing."""
+    once = Config(algorithm=name).resolved(ALGORITHMS)
+    assert once.resolved(ALGORITHMS) == once
+
+
+def test_a_short_run_has_few_critic_only_steps():
+    """`--steps 2` was refused for the four critic-only steps of the default."""
+    for steps, expected in ((1, 0), (2, 0), (4, 1), (15, 3), (16, 4), (1000, 4)):
+        assert Config(steps=steps).resolved(ALGORITHMS).num_critic_only_steps == expected
 
 
 def test_resume_takes_the_fields_of_the_run_and_lets_only_some_change(tmp_path):
@@ -104,6 +177,22 @@ def test_resume_takes_the_fields_of_the_run_and_lets_only_some_change(tmp_path):
     assert config.resolved(ALGORITHMS).group_size == 8
     with pytest.raises(ConfigError, match="--algorithm was ppo"):
         parse([*resume, "--algorithm", "grpo"])
+    with pytest.raises(ConfigError, match="--optimizer was adamw"):  # its state is of another shape
+        parse([*resume, "--optimizer", "muon"])
+
+
+def test_a_recipe_edited_before_a_resume_is_said_to_be_ignored(tmp_path, capsys):
+    stored = Config(algorithm="ppo", lr=1e-6, think="require").resolved(ALGORITHMS)
+    (tmp_path / "config.json").write_text(json.dumps(asdict(stored)))
+    recipe = tmp_path / "r.yaml"
+    resume = ["--resume", "--output-dir", str(tmp_path), "--config", str(recipe)]
+    recipe.write_text("algorithm: ppo\nlr: 1e-6\nthink: auto\n")
+    parse(resume)
+    assert capsys.readouterr().err == ""
+    recipe.write_text("algorithm: ppo\nlr: 2e-6\nseed: 5\ncritic_lr: 1.0\n")
+    assert parse([*resume, "--critic-lr", "3"]).lr == 1e-6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "lr 1e-06, not 2e-06; seed 0, not 5 of" in line and "critic_lr" not in line
 
 
 def test_critic_mode_accepts_group_size_one():
