@@ -27,111 +27,47 @@ MAX_LOG_RATIO = 20.0
 MAX_KL_LOG_RATIO = 40.0
 KL_LOSS_BOUND = 10.0  # one token in a million may not outweigh the rest; no gradient beyond
 
-# --- masks and sums --------------------------------------------------------------------------
+# --- rewards ---------------------------------------------------------------------------------
 
 
-def keep(x: Tensor, mask: Tensor) -> Tensor:
-    """x where mask, else 0. Multiplying would not do: NaN times 0 is NaN."""
-    return torch.where(mask, x, 0.0)
-
-
-def row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """(N, T) -> (N,): mean over the tokens of each row, 0 for a row without tokens."""
-    return keep(x, mask).sum(1) / mask.sum(1).clamp(min=1)
-
-
-def last_token(mask: Tensor) -> Tensor:
-    """(N, T) bool: True at the last token of each row; an empty row has none."""
-    return mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-
-
-def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
-    usable = mask & torch.isfinite(a - b)
-    return keep(a - b, usable), usable
-
-
-def same_group(group_ids: Tensor) -> Tensor:
-    """(N,) ids in any order -> (N, N) bool: do responses i and j belong to one prompt?"""
-    return group_ids[:, None] == group_ids[None, :]
-
-
-def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
-    """(N,) -> (N,) float64: sum over the group of each response."""
-    return same_group(group_ids).double() @ x.double()
-
-
-def group_size(group_ids: Tensor) -> Tensor:
-    """(N,) -> (N,) float64: number of responses in the group of each response."""
-    return group_sum(torch.ones_like(group_ids), group_ids)
-
-
-# --- aggregation -----------------------------------------------------------------------------
-
-
-def aggregation_weights(
-    mode: str,
-    token_counts: Tensor,
-    *,
-    group_ids: Tensor | None = None,
-    constant: float | None = None,
-    kept: Tensor | None = None,
+def overlong_penalty(
+    lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> Tensor:
-    """Coefficient c_i of each response in loss = sum_i c_i sum_t loss_it; (N,) float64.
+    """Soft overlong punishment, DAPO (2503.14476): (N,) float64 in [-factor, 0].
 
-    Computed once over the global batch, so that no split into micro-batches or ranks can change
-    the loss. A response without tokens still counts (one token, one response); `kept` (N,) bool
-    takes responses out of every count, as overlong filtering wants.
-
-    token-mean               1 / sum_j n_j             DAPO (2503.14476), JustRL II
-    seq-mean-token-mean      1 / (N n_i)               GRPO (2402.03300)
-    seq-mean-token-sum-norm  1 / (N C), C = constant   Dr. GRPO (2503.20783)
-    prompt-mean              1 / (P n_group(i))        ScaleRL (2510.13786)
+    0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
     """
-    kept = torch.ones_like(token_counts).double() if kept is None else kept.double()
-    tokens = token_counts.clamp(min=1)
-    responses = kept.sum().clamp(min=1)
-    if mode == "token-mean":
-        return kept / (kept * tokens).sum().clamp(min=1)
-    if mode == "seq-mean-token-mean":
-        return kept / (responses * tokens)
-    if mode == "seq-mean-token-sum-norm":
-        if not constant:
-            raise ValueError("seq-mean-token-sum-norm needs constant, the length to divide by")
-        return kept / (responses * constant)
-    if mode == "prompt-mean":
-        if group_ids is None:
-            raise ValueError("prompt-mean needs group_ids, the prompt of each response")
-        prompts = (kept / group_sum(kept, group_ids).clamp(min=1)).sum().clamp(min=1)
-        return kept / (prompts * group_sum(kept * token_counts, group_ids).clamp(min=1))
-    raise ValueError(
-        f"unknown aggregation '{mode}': choose token-mean, seq-mean-token-mean, "
-        "seq-mean-token-sum-norm or prompt-mean"
-    )
+    if buffer_tokens <= 0:
+        return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
+    free = max_response_tokens - buffer_tokens
+    return (factor * (free - lengths.double()) / buffer_tokens).clamp(-factor, 0)
 
 
-def aggregate(
-    per_token: Tensor,
-    mask: Tensor,
-    mode: str = "token-mean",
+def length_reward(
+    correct: Tensor,
+    lengths: Tensor,
+    group_ids: Tensor,
     *,
-    row_weights: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    constant: float | None = None,
+    weight: float = 0.2,
+    min_spread: int = 8000,
+    min_longest: int = 10000,
 ) -> Tensor:
-    """Scalar sum_i c_i sum_t loss_it over unmasked tokens.
+    """Bonus for short correct answers, Kimi k1.5 (2501.12599): (N,) float64, to add to the reward.
 
-    row_weights are the c_i of these rows in the global batch (aggregation_weights); without them
-    the rows given are taken to be the whole batch.
+    weight (1/2 - (L - L_min) / (L_max - L_min)) over the correct responses of a group, where
+    L_max - L_min >= min_spread and L_max >= min_longest tokens; wrong responses get 0.
     """
-    if row_weights is None:
-        row_weights = aggregation_weights(mode, mask.sum(1), group_ids=group_ids, constant=constant)
-    return (row_weights.to(per_token.dtype) * keep(per_token, mask).sum(1)).sum()
+    peers = same_group(group_ids) & correct[None, :]
+    length = lengths.double()
+    longest = torch.where(peers, length, -math.inf).amax(1)
+    shortest = torch.where(peers, length, math.inf).amin(1)
+    rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
+    return keep(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
 
 
-def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
-    return keep(x.detach().float(), mask).sum(), mask.sum()
+def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
+    """(N,) -> (N, T): amount_i on the last token of row i, 0 elsewhere."""
+    return torch.where(last_token(mask), amounts[:, None], 0.0)
 
 
 # --- generalised advantage estimation --------------------------------------------------------
@@ -186,25 +122,6 @@ def gae(
     decay = gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=v.device)
     advantages = discounted_suffix_sum(delta, decay.expand(v.shape[0]))
     return advantages.to(values.dtype), (advantages + v).to(values.dtype)
-
-
-def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
-    """(N,) -> (N, T): amount_i on the last token of row i, 0 elsewhere."""
-    return torch.where(last_token(mask), amounts[:, None], 0.0)
-
-
-def inject_terminal(
-    advantages: Tensor, amounts: Tensor, mask: Tensor, gae_lambda: float | Tensor
-) -> Tensor:
-    """A_t + amount_i lambda_i^(L_i - 1 - t): what GAE would add for that much terminal reward.
-
-    With amounts = the overlong penalty and a lambda of its own, the penalty reaches the tokens near
-    the end only and never a critic (JustRL II's analytic injection).
-    """
-    effect, _ = gae(
-        terminal_reward(amounts.double(), mask), torch.zeros_like(advantages), mask, gae_lambda
-    )
-    return advantages + effect
 
 
 # --- advantages: keyword arguments are fields of the configuration, each takes what it needs ---
@@ -332,6 +249,20 @@ def vapo_advantages(
     return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
 
 
+def inject_terminal(
+    advantages: Tensor, amounts: Tensor, mask: Tensor, gae_lambda: float | Tensor
+) -> Tensor:
+    """A_t + amount_i lambda_i^(L_i - 1 - t): what GAE would add for that much terminal reward.
+
+    With amounts = the overlong penalty and a lambda of its own, the penalty reaches the tokens near
+    the end only and never a critic (JustRL II's analytic injection).
+    """
+    effect, _ = gae(
+        terminal_reward(amounts.double(), mask), torch.zeros_like(advantages), mask, gae_lambda
+    )
+    return advantages + effect
+
+
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over all unmasked tokens of the batch; 0 outside the mask.
 
@@ -346,6 +277,34 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     variance = centred.square().sum(dtype=torch.float64) / max(n - 1, 1)
     scaled = centred * torch.rsqrt(variance + eps).to(values.dtype)
     return scaled if shift_mean else keep(scaled + mean.to(values.dtype), mask)
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip: float | None = 0.2,
+    row_weights: Tensor | None = None,
+) -> tuple[Tensor, dict]:
+    """max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2) aggregated; no factor 1/2.
+
+    value_clip None is the plain squared error. Without row_weights: mean over these tokens. A
+    difference to R or V_old that is not finite is taken as 0 and counted as `nonfinite`.
+    """
+    error, usable = usable_difference(values, returns, mask)
+    moved, known = usable_difference(values, old_values, mask)
+    squared = error.square()
+    metrics = {"nonfinite": mean_pair(~(usable & known), mask)}
+    if value_clip is not None:
+        clipped_error = error - moved + moved.clamp(-value_clip, value_clip)
+        squared = torch.maximum(squared, clipped_error.square())
+        metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
+    return aggregate(squared, mask, row_weights=row_weights), metrics
 
 
 # --- off-policy weights ----------------------------------------------------------------------
@@ -505,9 +464,6 @@ OBJECTIVES = {
 }
 
 
-# --- losses ----------------------------------------------------------------------------------
-
-
 def approx_kl(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -536,6 +492,69 @@ def approx_kl(
         raise ValueError(f"unknown kl_estimator '{estimator}': choose k1, k2, k3 or k3_is")
     kl = kl if ratio is None else ratio * kl
     return kl if bound is None else kl.clamp(-bound, bound)
+
+
+# --- aggregation -----------------------------------------------------------------------------
+
+
+def aggregation_weights(
+    mode: str,
+    token_counts: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    constant: float | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Coefficient c_i of each response in loss = sum_i c_i sum_t loss_it; (N,) float64.
+
+    Computed once over the global batch, so that no split into micro-batches or ranks can change
+    the loss. A response without tokens still counts (one token, one response); `kept` (N,) bool
+    takes responses out of every count, as overlong filtering wants.
+
+    token-mean               1 / sum_j n_j             DAPO (2503.14476), JustRL II
+    seq-mean-token-mean      1 / (N n_i)               GRPO (2402.03300)
+    seq-mean-token-sum-norm  1 / (N C), C = constant   Dr. GRPO (2503.20783)
+    prompt-mean              1 / (P n_group(i))        ScaleRL (2510.13786)
+    """
+    kept = torch.ones_like(token_counts).double() if kept is None else kept.double()
+    tokens = token_counts.clamp(min=1)
+    responses = kept.sum().clamp(min=1)
+    if mode == "token-mean":
+        return kept / (kept * tokens).sum().clamp(min=1)
+    if mode == "seq-mean-token-mean":
+        return kept / (responses * tokens)
+    if mode == "seq-mean-token-sum-norm":
+        if not constant:
+            raise ValueError("seq-mean-token-sum-norm needs constant, the length to divide by")
+        return kept / (responses * constant)
+    if mode == "prompt-mean":
+        if group_ids is None:
+            raise ValueError("prompt-mean needs group_ids, the prompt of each response")
+        prompts = (kept / group_sum(kept, group_ids).clamp(min=1)).sum().clamp(min=1)
+        return kept / (prompts * group_sum(kept * token_counts, group_ids).clamp(min=1))
+    raise ValueError(
+        f"unknown aggregation '{mode}': choose token-mean, seq-mean-token-mean, "
+        "seq-mean-token-sum-norm or prompt-mean"
+    )
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str = "token-mean",
+    *,
+    row_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    constant: float | None = None,
+) -> Tensor:
+    """Scalar sum_i c_i sum_t loss_it over unmasked tokens.
+
+    row_weights are the c_i of these rows in the global batch (aggregation_weights); without them
+    the rows given are taken to be the whole batch.
+    """
+    if row_weights is None:
+        row_weights = aggregation_weights(mode, mask.sum(1), group_ids=group_ids, constant=constant)
+    return (row_weights.to(per_token.dtype) * keep(per_token, mask).sum(1)).sum()
 
 
 def policy_loss(
@@ -616,69 +635,6 @@ def policy_loss(
     return aggregate(loss, mask, aggregation, row_weights=row_weights), metrics
 
 
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    value_clip: float | None = 0.2,
-    row_weights: Tensor | None = None,
-) -> tuple[Tensor, dict]:
-    """max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2) aggregated; no factor 1/2.
-
-    value_clip None is the plain squared error. Without row_weights: mean over these tokens. A
-    difference to R or V_old that is not finite is taken as 0 and counted as `nonfinite`.
-    """
-    error, usable = usable_difference(values, returns, mask)
-    moved, known = usable_difference(values, old_values, mask)
-    squared = error.square()
-    metrics = {"nonfinite": mean_pair(~(usable & known), mask)}
-    if value_clip is not None:
-        clipped_error = error - moved + moved.clamp(-value_clip, value_clip)
-        squared = torch.maximum(squared, clipped_error.square())
-        metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
-    return aggregate(squared, mask, row_weights=row_weights), metrics
-
-
-# --- rewards ---------------------------------------------------------------------------------
-
-
-def overlong_penalty(
-    lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
-) -> Tensor:
-    """Soft overlong punishment, DAPO (2503.14476): (N,) float64 in [-factor, 0].
-
-    0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
-    """
-    if buffer_tokens <= 0:
-        return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
-    free = max_response_tokens - buffer_tokens
-    return (factor * (free - lengths.double()) / buffer_tokens).clamp(-factor, 0)
-
-
-def length_reward(
-    correct: Tensor,
-    lengths: Tensor,
-    group_ids: Tensor,
-    *,
-    weight: float = 0.2,
-    min_spread: int = 8000,
-    min_longest: int = 10000,
-) -> Tensor:
-    """Bonus for short correct answers, Kimi k1.5 (2501.12599): (N,) float64, to add to the reward.
-
-    weight (1/2 - (L - L_min) / (L_max - L_min)) over the correct responses of a group, where
-    L_max - L_min >= min_spread and L_max >= min_longest tokens; wrong responses get 0.
-    """
-    peers = same_group(group_ids) & correct[None, :]
-    length = lengths.double()
-    longest = torch.where(peers, length, -math.inf).amax(1)
-    shortest = torch.where(peers, length, math.inf).amin(1)
-    rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
-    return keep(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
-
-
 # --- on-policy distillation ------------------------------------------------------------------
 
 
@@ -704,6 +660,50 @@ def topk_forward_kl(
     weight = teacher.exp()
     teacher, student = teacher.clamp(min=min_logprob), student.clamp(min=min_logprob)
     return (weight * (teacher - student)).sum(-1).clamp(max=max_kl)
+
+
+# --- masks and sums --------------------------------------------------------------------------
+
+
+def keep(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask, else 0. Multiplying would not do: NaN times 0 is NaN."""
+    return torch.where(mask, x, 0.0)
+
+
+def row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """(N, T) -> (N,): mean over the tokens of each row, 0 for a row without tokens."""
+    return keep(x, mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """(N, T) bool: True at the last token of each row; an empty row has none."""
+    return mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+
+
+def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
+    usable = mask & torch.isfinite(a - b)
+    return keep(a - b, usable), usable
+
+
+def same_group(group_ids: Tensor) -> Tensor:
+    """(N,) ids in any order -> (N, N) bool: do responses i and j belong to one prompt?"""
+    return group_ids[:, None] == group_ids[None, :]
+
+
+def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
+    """(N,) -> (N,) float64: sum over the group of each response."""
+    return same_group(group_ids).double() @ x.double()
+
+
+def group_size(group_ids: Tensor) -> Tensor:
+    """(N,) -> (N,) float64: number of responses in the group of each response."""
+    return group_sum(torch.ones_like(group_ids), group_ids)
+
+
+def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
+    return keep(x.detach().float(), mask).sum(), mask.sum()
 
 
 # --- the table -------------------------------------------------------------------------------
