@@ -1,7 +1,13 @@
 """The objectives of reinforcement learning with verifiable rewards, each in its own equation.
 
 An algorithm is a row of ALGORITHMS (end of the file): advantage x objective x aggregation x
-off-policy weight x filter, every part written once and shared.
+off-policy weight x filter, every part written once and shared, here in the order of a step:
+
+    r      reward of a response, on its last token     V    value of the state before a token
+    A      advantage of a token                        R    what V is regressed on, `returns`
+    rho    pi / pi_old = exp(log_ratio)                w    pi_old / pi_rollout, importance weight
+    J      what a token adds to the objective          c_i  weight of response i in the loss
+    sg[x]  x without gradient
 
 Per-token tensors are (N, T) float32, already shifted: index t is the action of token t, taken in
 the state before it; V_t is the value of that state. What lies outside `mask` (NaN and infinity
@@ -95,9 +101,13 @@ def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + decay_i y_{t+1} for (N, T) x and (N,) decay in [0, 1], in log2(T) passes.
+    """y_t = x_t + decay_i y_{t+1} for (N, T) x and (N,) decay in [0, 1]. One token at a time it is
 
-    After the pass with stride s, y_t holds the sum of its next 2s terms.
+        y = x.clone()
+        for t in reversed(range(T - 1)):
+            y[:, t] += decay * y[:, t + 1]
+
+    and here log2(T) passes: after that of stride s, y_t holds the sum of its next 2s terms.
     """
     y, weight, stride = x, decay[:, None], 1
     while stride < x.shape[1]:
@@ -279,7 +289,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     return scaled if shift_mean else keep(scaled + mean.to(values.dtype), mask)
 
 
-# --- losses ----------------------------------------------------------------------------------
+# --- the critic's loss -----------------------------------------------------------------------
 
 
 def value_loss(
@@ -297,11 +307,12 @@ def value_loss(
     difference to R or V_old that is not finite is taken as 0 and counted as `nonfinite`.
     """
     error, usable = usable_difference(values, returns, mask)
-    moved, known = usable_difference(values, old_values, mask)
+    old_error, _ = usable_difference(old_values, returns, usable)
+    moved, known = usable_difference(values, old_values, usable)
     squared = error.square()
-    metrics = {"nonfinite": mean_pair(~(usable & known), mask)}
+    metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:
-        clipped_error = error - moved + moved.clamp(-value_clip, value_clip)
+        clipped_error = old_error + moved.clamp(-value_clip, value_clip)
         squared = torch.maximum(squared, clipped_error.square())
         metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
     return aggregate(squared, mask, row_weights=row_weights), metrics
@@ -464,6 +475,9 @@ OBJECTIVES = {
 }
 
 
+# --- KL --------------------------------------------------------------------------------------
+
+
 def approx_kl(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -557,6 +571,9 @@ def aggregate(
     return (row_weights.to(per_token.dtype) * keep(per_token, mask).sum(1)).sum()
 
 
+# --- the policy's loss -----------------------------------------------------------------------
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -586,35 +603,21 @@ def policy_loss(
     """Scalar loss of one micro-batch, and its metrics.
 
     loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
-    w = `weights`, c = `row_weights` (else `aggregation` over these rows). log pi/pi_old is bounded
-    to +-MAX_LOG_RATIO, without gradient beyond. A log-ratio, advantage or reference log-prob that
-    is not finite is taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that
+    w = `weights`, c = `row_weights` (else `aggregation` over these rows). log rho is bounded to
+    +-MAX_LOG_RATIO, without gradient beyond. A log-ratio, advantage or reference log-prob that is
+    not finite is taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that
     entropy_control detaches (clip_cov) or ties to the old policy (kl_cov).
     """
-    log_ratio, usable = usable_difference(logprobs, old_logprobs, mask)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_rho, usable = usable_difference(logprobs, old_logprobs, mask)
+    log_rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     finite = torch.isfinite(advantages)
-    advantages = keep(advantages, mask & finite)
-    seen = ratio_at_level(log_ratio, mask, ratio_level)
+    sound = usable & finite
     limits = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     limits |= dict(sapo_tau_pos=sapo_tau_pos, sapo_tau_neg=sapo_tau_neg)
-    surrogate, limited = OBJECTIVES[objective](
-        logprobs=keep(logprobs, usable), log_ratio=seen, advantages=advantages, mask=mask, **limits
-    )
-    metrics = {
-        "clip_fraction": mean_pair(limited, mask),
-        "approx_kl": mean_pair(-log_ratio, mask),
-        "ratio": mean_pair(seen.exp(), mask),
-        "ess": (effective_sample_size(seen, mask).sum(), mask.sum()),
-        "nonfinite": mean_pair(~(usable & finite), mask),
-    }
-    if weights is not None:
-        surrogate = surrogate * keep(weights, mask)
-    if opsm_delta is not None:
-        stale = off_policy_sequences(log_ratio, advantages, mask, opsm_delta)
-        surrogate = keep(surrogate, ~stale)
-        metrics["opsm_fraction"] = mean_pair(stale, mask)
-    loss = -surrogate
+    logp, advantages = keep(logprobs, usable), keep(advantages, mask & finite)
+    how = OBJECTIVES[objective], ratio_level, weights, opsm_delta
+    gain, metrics = surrogate(logp, log_rho, advantages, mask, *how, **limits)
+    loss = -gain
     if entropy_control == "clip_cov":
         loss = torch.where(cov_mask, loss.detach(), loss)
     elif entropy_control == "kl_cov":
@@ -622,17 +625,51 @@ def policy_loss(
         moved = approx_kl(old_logprobs, logprobs, mask=mask, bound=KL_LOSS_BOUND)
         loss = loss + cov_kl_coef * keep(moved, cov_mask)
     if ref_logprobs is not None:
-        ratio = log_ratio.exp() if kl_estimator == "k3_is" else None
+        ratio = log_rho.exp() if kl_estimator == "k3_is" else None
         kl = approx_kl(logprobs, ref_logprobs, kl_estimator, mask, ratio=ratio, bound=KL_LOSS_BOUND)
         loss = loss + kl_coef * kl
+        sound = sound & torch.isfinite(ref_logprobs)
         metrics["kl"] = mean_pair(kl, mask)
-        sound = usable & finite & torch.isfinite(ref_logprobs)
-        metrics["nonfinite"] = mean_pair(~sound, mask)
     if entropy is not None:
-        metrics["entropy"] = mean_pair(entropy, mask)
         # 0 times an infinite entropy would be NaN.
         loss = loss - entropy_coef * entropy if entropy_coef else loss
+        metrics["entropy"] = mean_pair(entropy, mask)
+    metrics["nonfinite"] = mean_pair(~sound, mask)
     return aggregate(loss, mask, aggregation, row_weights=row_weights), metrics
+
+
+def surrogate(
+    logprobs: Tensor,
+    log_rho: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    objective: Callable,
+    ratio_level: str,
+    weights: Tensor | None,
+    opsm_delta: float | None,
+    **limits: float | None,
+) -> tuple[Tensor, dict]:
+    """(w J of each token, metrics of how far the policy has moved); all inputs finite, (N, T).
+
+    0 for the tokens that opsm_delta drops. `limits` are the keyword arguments of the objectives.
+    """
+    level = ratio_at_level(log_rho, mask, ratio_level)
+    gain, at_limit = objective(
+        logprobs=logprobs, log_ratio=level, advantages=advantages, mask=mask, **limits
+    )
+    metrics = {
+        "clip_fraction": mean_pair(at_limit, mask),
+        "approx_kl": mean_pair(-log_rho, mask),
+        "ratio": mean_pair(level.exp(), mask),
+        "ess": (effective_sample_size(level, mask).sum(), mask.sum()),
+    }
+    if weights is not None:
+        gain = gain * keep(weights, mask)
+    if opsm_delta is not None:
+        stale = off_policy_sequences(log_rho, advantages, mask, opsm_delta)
+        gain = keep(gain, ~stale)
+        metrics["opsm_fraction"] = mean_pair(stale, mask)
+    return gain, metrics
 
 
 # --- on-policy distillation ------------------------------------------------------------------
