@@ -396,7 +396,8 @@ def test_whitening_nearly_constant_advantages_of_a_large_mean():
     """E[x^2] - E[x]^2 in float32 is negative here, and its root NaN."""
     x = 1000 + 1e-3 * rand(1, 10_000)
     mask = torch.ones_like(x, dtype=torch.bool)
-    assert x.square().mean() - x.mean().square() < 0 or float(x.var()) < 1e-5
+    one_pass = float(x.square().mean() - x.mean().square())
+    assert not 0.5 < one_pass / float(x.double().var()) < 2  # or this input would be harmless
     whitened = losses.whiten(x, mask)
     exact = (x.double() - x.double().mean()) / (x.double().var() + 1e-8).sqrt()
     torch.testing.assert_close(whitened.double(), exact, rtol=0, atol=0.05)
@@ -538,58 +539,6 @@ def test_every_row_names_parts_that_exist():
         # A default that is no field of Config would be dropped in silence.
         assert row.defaults.keys() <= fields, (name, row.defaults.keys() - fields)
         assert row.critic == ("values" in inspect.signature(row.advantage).parameters), name
-
-
-def test_every_row_is_what_its_paper_says():
-    """Advantage, objective, aggregation and the numbers that make the row; the rest is COMMON."""
-    a, grpo, icepop = (
-        "aggregation",
-        losses.grpo_advantages,
-        dict(is_mode="icepop", is_low=0.5, is_high=5.0),
-    )
-    sums, per_response = (
-        {a: "seq-mean-token-sum-norm"},
-        {a: "seq-mean-token-mean", "std_normalize": True},
-    )
-    std, white = dict(std_normalize=True), dict(whiten_advantages=True)
-    gspo = per_response | dict(clip_low=3e-4, clip_high=4e-4)
-    justrl2 = white | icepop | dict(gae_lambda_k=0.5, clip_high=0.28)
-    expected = {
-        "grpo": (grpo, "clip", per_response),
-        "dr_grpo": (grpo, "clip", sums),
-        "dapo": (grpo, "clip", std | dict(clip_high=0.28)),
-        "rloo": (losses.rloo_advantages, "reinforce", sums),
-        "reinforce_pp": (losses.reward_to_go_advantages, "clip", white),
-        "reinforce_pp_baseline": (grpo, "clip", white),
-        "rgra": (grpo, "reinforce", per_response),
-        "gspo": (grpo, "clip", gspo | dict(ratio_level="sequence")),
-        "gspo_token": (grpo, "clip", gspo | dict(ratio_level="sequence-token")),
-        "cispo": (grpo, "cispo", std | dict(clip_low=1.0, clip_high=4.0)),
-        "sapo": (grpo, "sapo", per_response | dict(sapo_tau_pos=1.0, sapo_tau_neg=1.05)),
-        "gmpo": (grpo, "gmpo", per_response | dict(clip_low=0.4, clip_high=0.4)),
-        "ppo": (losses.ppo_advantages, "clip", white | dict(gae_lambda=0.95)),
-        "vapo": (
-            losses.vapo_advantages,
-            "clip",
-            white | dict(gae_lambda_alpha=1.5, clip_high=0.28),
-        ),
-        "sao": (
-            losses.ppo_advantages,
-            "trust_mask",
-            white
-            | dict(gae_lambda=0.95, clip_low=0.3, clip_high=5.0)
-            | dict(group_size=1, dynamic_sampling=False, critic_updates_per_step=2),
-        ),
-        "justrl2": (losses.justrl2_advantages, "clip", justrl2),
-        "justrl2_group": (losses.justrl2_advantages, "clip", justrl2 | dict(group_center=True)),
-    }
-    common = dict(aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2)
-    common |= dict(dual_clip=None, std_normalize=False, whiten_advantages=False, is_mode="none")
-    assert losses.ALGORITHMS.keys() == expected.keys()
-    for name, (advantage, objective, differences) in expected.items():
-        row = losses.ALGORITHMS[name]
-        assert (row.advantage, row.objective) == (advantage, objective), name
-        assert row.defaults == common | differences, name
 
 
 def test_the_gradient_weights_in_the_documentation():
