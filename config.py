@@ -64,7 +64,7 @@ class Config:
     offload: str = _f("none", "keep on the host what is not at work: none; optimizer: AdamW's moments outside its step; idle: the weights of the model that does not train as well")
     plan: bool = _f(False, "print the memory plan of one GPU and stop; fetches nothing but the model's config.json")
     gpu_memory_gb: float | None = _f(None, "memory of one GPU (GB) for the plan; unset: that of the first GPU here, else 80")
-    max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result")
+    max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result (but see --optimizer muon)")
 
     # Rollout
     prompts_per_step: int = _f(24, "kept groups per step")
@@ -106,7 +106,7 @@ class Config:
     lr: float = _f(2e-4, "policy learning rate, constant (paper, 2B model: 1e-6)")
     critic_lr: float = _f(2e-3, "critic learning rate (paper, 2B model: 5e-6)")
     critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup")
-    optimizer: str = _f("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate")
+    optimizer: str = _f("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate. Muon's steps change by up to a percent with micro-batches and ranks: torch orthogonalises in bfloat16, which enlarges the rounding of sums")
     weight_decay: float = _f(0.1, "decay of matrices; norms, biases and the value head are not decayed")
     adam_beta1: float = _f(0.9, "AdamW beta 1")
     adam_beta2: float = _f(0.98, "AdamW beta 2")

@@ -21,7 +21,9 @@ def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
 
     With --optimizer muon, Muon takes the matrices of the layers and AdamW keeps the rest, embedding
     and heads among it. Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as
-    large as AdamW's (Moonlight, 2502.16982) and one --lr serves both.
+    large as AdamW's (Moonlight, 2502.16982) and one --lr serves both. torch orthogonalises in
+    bfloat16: a change of 1e-7 in a gradient, as another order of sums makes, changes up to a
+    percent of a step (with float32 2e-5), so Muon is not free of micro-batches and ranks.
     """
     named = list(model.named_parameters())
     is_muon = lambda name, p: config.optimizer == "muon" and ".layers." in name and p.ndim == 2
