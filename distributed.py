@@ -113,9 +113,9 @@ def launch(nproc: int) -> None:
     raise SystemExit(wait_for(ranks))
 
 
-def wait_for(ranks: Sequence[subprocess.Popen], grace_s: float = 10.0) -> int | str:
+def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
     """Exit status of a run: 0 when every rank ended well, else a sentence about the first that did
-    not; the others are killed after `grace_s`.
+    not; the others are killed after ten seconds.
     """
     running = lambda: any(p.poll() is None for p in ranks)
     failed = lambda: [r for r, p in enumerate(ranks) if p.poll()]
@@ -125,7 +125,7 @@ def wait_for(ranks: Sequence[subprocess.Popen], grace_s: float = 10.0) -> int | 
         return 0
     # A signal is a cause; status 1 beside it may be the connection that was lost with that rank.
     first = min(failed(), key=lambda r: ranks[r].returncode > 0)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
     for p in ranks:

@@ -3,7 +3,7 @@
 One step, in the order of the method:
 
     1 collect   sample groups, verify, keep those with signal          rollout.collect
-    2 shape     actor reward = mix + overlong penalty; critic: mix     shape_rewards
+    2 shape     actor: reward + overlong penalty; critic: reward       shape_rewards
     3 pack      micro-batches without padding                          forward.micro_batches
     4 value     V of every token, before the critic moves              forward.score_critic
     5 advantage by the algorithm; whitening is a step of its own       compute_advantages
