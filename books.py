@@ -133,7 +133,7 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         "groups_regenerated": count["regenerated"],
         "responses_preempted": count["preempted"],
         "slot_occupancy": count["row_steps"] / (count["decode_steps"] * config.slots or math.nan),
-        "rounds": count["rounds"],
+        "groups_refilled": count["refilled"],
         "zero_variance_share": mean([not has_signal(rewards) for rewards in groups]),
         "all_right_share": signal["solve_all"],
         "all_wrong_share": signal["solve_none"],

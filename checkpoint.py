@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -119,7 +120,9 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
         finished = restored(ahead["finished"])
         by_number = {group[0].group: group for group in finished}
         kept = [by_number[number] for number in ahead["kept"] if number in by_number]
-        state.ahead = Collected(kept, state.buffer, finished, ahead["counts"], ahead["seconds"])
+        state.ahead = Collected(
+            kept, state.buffer, finished, Counter(ahead["counts"]), ahead["seconds"]
+        )
 
 
 def digest(problem: Problem) -> int:

@@ -8,7 +8,7 @@ alone, so slots, batch composition, rank count and resume change nothing about w
 
 import math
 import os
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,28 +178,30 @@ class Sampler:
         rollouts: Sequence[Rollout],
         max_new_tokens: int,
         temperature: float,
-        on_finish: Callable[[Rollout], bool] = lambda rollout: False,
+        on_finish: Callable[[Rollout], None] = lambda rollout: None,
         truncation: Truncation | None = None,
+        feed: Callable[[], Iterable[Rollout] | None] = lambda: (),
+        problems: Iterable[Problem] = (),
     ) -> None:
         """Continue every rollout to its end, in place, started in the order given.
 
         Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
-        that ends, in the order of the decode steps; once it returns True the rest is left as it is,
-        unfinished. Adds to `counts`: decode steps, row_steps (sum of rows over them), prefill
-        tokens, preempted rollouts. Holds no memory afterwards.
+        that ends, in the order of the decode steps. `feed()` is called before every look at free
+        slots: the rollouts that it returns, of any of `problems`, queue behind the others; once it
+        returns None all are left as they are. Adds to `counts`: decode steps, row_steps (sum of
+        rows over them), prefill tokens, preempted rollouts. Holds no memory afterwards.
         """
-        batch = Batch(
-            self._new_cache(rollouts, max_new_tokens),
-            self.slots,
-            [r for r in rollouts if not r.finished],
-        )
+        known = [*problems, *(r.problem for r in rollouts)]
+        batch = Batch(self._new_cache(known, max_new_tokens), self.slots, rollouts)
         step = partial(self._step, batch.cache, temperature, truncation)
         # step_of(view) is the step for the rows of that view.
         step_of = Graphs(step, self.slots) if self.cuda_graphs else partial(partial, step)
         left = lambda row: max_new_tokens - len(row.rollout.response_ids)
-        stop = False
         with self.model.packed_weights():
-            while (batch.queue or batch.rows) and not stop and not self.interrupted:
+            while not self.interrupted and (more := feed()) is not None:
+                batch.extend(more)
+                if not batch.queue and not batch.rows:
+                    break
                 prompts, copies, rests = batch.admit()
                 self._prefill(batch.cache, prompts)
                 batch.cache.copy(copies)
@@ -213,7 +215,7 @@ class Sampler:
                     self._extend(row.rollout, ids, values, max_new_tokens)
                     if row.rollout.finished:
                         batch.leave(row)
-                        stop = on_finish(row.rollout) or stop
+                        on_finish(row.rollout)
         self.counts["preempted"] += batch.preempted
         del batch, step, step_of
         if self.device.type == "cuda":
@@ -230,15 +232,15 @@ class Sampler:
             return f"another rope type than {decoder.rotary.type}"
         return ""
 
-    def _new_cache(self, rollouts: Sequence[Rollout], max_new_tokens: int) -> KVCache:
-        """An empty cache that any one of the rollouts fits in, or ValueError."""
-        if any(not r.problem.prompt_ids for r in rollouts):
+    def _new_cache(self, problems: Sequence[Problem], max_new_tokens: int) -> KVCache:
+        """An empty cache that any one response to any of the problems fits in, or ValueError."""
+        if any(not p.prompt_ids for p in problems):
             raise ValueError(
                 "a prompt has no tokens; the first response token needs a state to be chosen in."
             )
         config, dtype = self.model.config, self.model.model.compute_dtype
         heads = config.num_attention_heads, config.num_key_value_heads, head_size(config)
-        longest = max((len(r.problem.prompt_ids) for r in rollouts), default=0) + max_new_tokens
+        longest = max((len(p.prompt_ids) for p in problems), default=0) + max_new_tokens
         native = self.model.model.rotary.native_length
         if native and longest > native + 1:  # the last token is never fed
             raise ValueError(
@@ -379,8 +381,19 @@ class Group:
     verdicts: dict[int, Any] = field(default_factory=dict)
 
     @property
+    def number(self) -> int:
+        """Of the draw."""
+        return self.rollouts[0].group
+
+    @property
     def finished(self) -> bool:
         return all(r.finished for r in self.rollouts)
+
+    def submit(self, r: Rollout, grader: Grader, think: str) -> None:
+        """Hand a finished member to the verifier's workers, which grade it while others decode."""
+        self.verdicts[r.sample_index] = grader.submit(
+            r.text, r.problem.label, think, r.problem.verifier
+        )
 
     def grade(self) -> None:
         """Wait for the verdicts of all finished members and write their rewards."""
@@ -438,17 +451,6 @@ def has_signal(rewards: Iterable[float]) -> bool:
     return max(rewards) - min(rewards) > 1e-8
 
 
-@dataclass
-class Collected:
-    """One step's kept groups, the groups to resume, and the counts behind the rollout metrics."""
-
-    groups: list[list[Rollout]]
-    unfinished: list[list[Rollout]]
-    finished: list[list[Rollout]]  # all that ended, kept or not, in order of draw
-    counts: dict[str, int]
-    seconds: float = 0.0  # that sampling took
-
-
 def sample_groups(
     sampler: Sampler,
     grader: Grader,
@@ -457,34 +459,17 @@ def sample_groups(
     max_new_tokens: int,
     temperature: float,
     think: str,
-    reward: str = "correct",
-    enough: Callable[[list[list[Rollout]]], bool] = lambda finished: False,
     truncation: Truncation | None = None,
     progress: tqdm | None = None,
 ) -> None:
-    """Finish and grade groups in place. Once `enough(finished groups so far)` is true the rest is
-    aborted. `reward` other than "correct" is a control, see `control_rewards`.
+    """Finish and grade groups in place."""
+    tracked = {rollouts[0].group: Group(rollouts) for rollouts in groups}
 
-    A response is graded by the verifier's workers while others decode.
-    """
-    tracked = {r.group: Group(rollouts) for rollouts in groups for r in rollouts}
-    finished: list[list[Rollout]] = []
-
-    def on_finish(r: Rollout) -> bool:
+    def on_finish(r: Rollout) -> None:
         group = tracked[r.group]
-        problem = r.problem
-        group.verdicts[r.sample_index] = grader.submit(
-            r.text, problem.label, think, problem.verifier
-        )
-        if not group.finished:
-            return False
-        group.grade()
-        if reward != "correct":
-            control_rewards(reward, group.rollouts, grader, think)
-        finished.append(group.rollouts)
-        if progress is not None:
+        group.submit(r, grader, think)
+        if group.finished and progress is not None:
             progress.update()
-        return enough(finished)
 
     every = [r for rollouts in groups for r in rollouts]
     sampler.run(every, max_new_tokens, temperature, on_finish, truncation)
@@ -508,6 +493,158 @@ def is_stale(group: Sequence[Rollout], oldest: float, budget: int) -> bool:
     )
 
 
+@dataclass
+class Collected:
+    """One step's kept groups, those for the next step, and the counts behind the metrics."""
+
+    groups: list[list[Rollout]]
+    unfinished: list[list[Rollout]]  # with partial rollout; first any that ended as surplus
+    finished: list[list[Rollout]]  # all that ended, kept or not, in order of draw
+    counts: Counter[str]
+    seconds: float = 0.0  # that sampling took
+
+
+LOOKS = 256  # at what has ended, while a response of the whole budget is decoded
+
+
+@dataclass
+class Collector:
+    """The groups of one step on all ranks, from their start to their verdict.
+
+    Every rank keeps the same books. Every `max_response_tokens // LOOKS` decode steps all ranks
+    tell each other which groups have ended, with their verdicts, and draw the same conclusions
+    (`agree`). What starts, where, and what is kept follows from decode steps, never from a clock:
+    a verdict that is late is waited for.
+    """
+
+    sampler: Sampler
+    grader: Grader
+    config: Any
+    take: Callable[[], list[Rollout]]  # the next group to start, the same on every rank
+    progress: tqdm
+    here: dict[int, Group] = field(default_factory=dict)  # started on this rank, by number
+    ended: list[Group] = field(default_factory=list)  # of these, since the last look
+    busy: int = 0  # how many of these are running
+    running: dict[int, int] = field(default_factory=dict)  # number of a group -> its rank
+    kept: list[int] = field(default_factory=list)  # numbers of groups, first finished first
+    started: int = 0
+    next_look: int = 0  # in decode steps of this rank
+    over: bool = False
+
+    @property
+    def most(self) -> int:
+        """Groups kept or running at a time."""
+        return math.ceil(self.config.prompts_per_step * self.config.over_sampling)
+
+    @property
+    def wants_more(self) -> bool:
+        """A group is to be started now, and may be."""
+        return (
+            len(self.kept) < self.config.prompts_per_step
+            and len(self.kept) + len(self.running) < self.most
+            and self.started < (1 + self.config.max_refills) * self.most
+        )
+
+    def on_finish(self, r: Rollout) -> None:
+        """Let a response that has ended be graded while others decode."""
+        group = self.here[r.group]
+        group.submit(r, self.grader, self.config.think)
+        if group.finished:
+            self.ended.append(group)
+            self.busy -= 1
+
+    def feed(self) -> list[Rollout] | None:
+        """What starts on this rank now, or None: the step is over."""
+        steps = self.sampler.counts["decode_steps"]
+        if self.busy and steps < self.next_look:
+            return []
+        self.next_look = steps + self.config.max_response_tokens // LOOKS
+        rollouts = self.agree()
+        while not self.busy and not self.over:  # wait for a group of another rank to end
+            rollouts = self.agree()
+        return None if self.over else rollouts
+
+    def agree(self) -> list[Rollout]:
+        """Exchange what has ended, and start what is wanted; returns what starts on this rank.
+
+        The step is over when enough is kept, when nothing is left to wait for, or when one rank was
+        interrupted.
+        """
+        news = [(group.number, self.judge(group)) for group in self.ended]
+        self.ended.clear()
+        for interrupted, ended in distributed.gather([(self.sampler.interrupted, news)]):
+            self.over |= interrupted
+            for number, keep in ended:
+                del self.running[number]
+                self.settle(number, keep)
+        rollouts = []
+        while self.wants_more and not self.over:
+            rollouts += self.start(Group(self.take()))
+        self.over |= len(self.kept) >= self.config.prompts_per_step or not self.running
+        return rollouts
+
+    def judge(self, group: Group) -> bool:
+        """Wait for the rewards of a group that has ended; whether it is to be kept."""
+        group.grade()
+        if self.config.reward != "correct":
+            control_rewards(self.config.reward, group.rollouts, self.grader, self.config.think)
+        return self.keeps(group)
+
+    def keeps(self, group: Group) -> bool:
+        """With dynamic sampling a group is kept if its raw rewards differ."""
+        return not self.config.dynamic_sampling or has_signal(r.reward for r in group.rollouts)
+
+    def settle(self, number: int, keep: bool) -> None:
+        """Note that a group has ended somewhere."""
+        if keep:
+            self.kept.append(number)
+            self.progress.update()
+
+    def start(self, group: Group) -> list[Rollout]:
+        """Give a group to the rank that has the fewest running; returns its rollouts there."""
+        load = Counter(self.running.values())
+        home = min(range(distributed.world_size()), key=lambda rank: load[rank])
+        self.started += 1
+        if group.finished:  # surplus of the step before
+            self.settle(group.number, self.keeps(group))
+        else:
+            self.running[group.number] = home
+        if home != distributed.rank():
+            return []
+        self.here[group.number] = group
+        self.busy += not group.finished
+        return group.rollouts
+
+
+def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: DataOrder) -> Collected:
+    """What came of a step, the same on every rank; waiting: groups of the buffer not started."""
+    config = collector.config
+    for group in collector.here.values():  # members that ended in groups that are cut off
+        group.grade()
+    here = [group.rollouts for group in collector.here.values()]
+    groups = {rollouts[0].group: rollouts for rollouts in distributed.gather(here)}
+    pick = lambda numbers: [groups[number] for number in sorted(numbers)]
+    kept, surplus = (
+        collector.kept[: config.prompts_per_step],
+        collector.kept[config.prompts_per_step :],
+    )
+    aborted = [*pick(collector.running), *waiting]  # first in, first out
+    later = surplus if config.partial_rollout else []
+    ended = pick(groups.keys() - collector.running.keys() - set(later))
+    for group in ended:
+        order.record(group[0].problem.index, [r.reward for r in group])
+    counts = Counter(
+        finished=len(ended),
+        aborted=len(aborted),
+        surplus=len(surplus),
+        refilled=max(0, collector.started - collector.most),
+    )
+    for work in distributed.gather([collector.sampler.counts]):
+        counts.update(work)
+    resume = [*pick(later), *aborted] if config.partial_rollout else []
+    return Collected(pick(kept), resume, ended, counts)
+
+
 def collect(
     sampler: Sampler,
     grader: Grader,
@@ -517,73 +654,47 @@ def collect(
     config: Any,
     step: int,
 ) -> Collected:
-    """Sample until `prompts_per_step` groups are kept, at most 1 + `max_refills` rounds.
+    """Sample until `prompts_per_step` groups are kept, at most 1 + `max_refills` times
+    `over_sampling * prompts_per_step` groups.
 
-    Every round starts over_sampling times the groups still wanted, those of the buffer first. With
-    dynamic sampling a group is kept if its raw rewards differ. Groups that finish first are kept
-    first; those still running when enough are kept are aborted, and returned in `unfinished` for
-    the next step if `partial_rollout` is set. A group of the buffer with a token that is more than
-    `max_staleness` weight versions old, or with no room left in the budget, starts anew.
+    So many groups, those of the buffer first, are kept or running at any time: as soon as one is
+    dropped another one starts. Groups that finish first are kept first; those still running when
+    enough are kept are aborted. `partial_rollout` returns them in `unfinished` for the next step,
+    behind groups that would have been kept but ended too late. A group of the buffer with a token
+    that is more than `max_staleness` weight versions old, or with no room left in the budget,
+    starts anew.
     """
-    wanted = config.prompts_per_step
     oldest = -math.inf  # weight version a resumed token may have
     if config.max_staleness is not None:
         oldest = sampler.weight_version - config.max_staleness
     stale = lambda group: is_stale(group, oldest, config.max_response_tokens)
-    start = lambda problem, number: new_group(
+    new = lambda problem, number: new_group(
         problem, number, seed=config.seed, step=step, size=config.group_size
     )
-    waiting = deque(start(g[0].problem, g[0].group) if stale(g) else g for g in buffer)
-    counts: dict[str, int] = defaultdict(int, regenerated=sum(map(stale, buffer)))
-    counts["resumed"] = len(buffer) - counts["regenerated"]
+    waiting = deque(new(g[0].problem, g[0].group) if stale(g) else g for g in buffer)
+
+    def take() -> list[Rollout]:
+        if waiting:
+            return waiting.popleft()
+        number, index = order.draw()
+        return new(problems[index], number)
+
     sampler.counts.clear()
-    keep = lambda group: not config.dynamic_sampling or has_signal(r.reward for r in group)
-    kept: list[list[Rollout]] = []
-    ended: list[list[Rollout]] = []
-    ranks, rank = distributed.world_size(), distributed.rank()
-    progress = tqdm(
-        total=wanted, desc=f"step {step} rollout", unit="group", leave=False, disable=rank > 0
-    )
-    for round_ in range(1 + config.max_refills):
-        missing = wanted - len(kept)
-        if missing <= 0:
-            break
-        number_started = math.ceil(missing * config.over_sampling)
-        groups = [waiting.popleft() for _ in range(min(len(waiting), number_started))]
-        while len(groups) < number_started:
-            number, index = order.draw()
-            groups.append(start(problems[index], number))
-        # A rank stops when its share of the missing groups is kept: decoding does no collective.
-        share = math.ceil(missing / ranks)
-        mine = groups[rank::ranks]
-        sample_groups(
-            sampler, grader, mine, max_new_tokens=config.max_response_tokens,
-            temperature=config.temperature, think=config.think, reward=config.reward,
-            enough=lambda finished, share=share: sum(map(keep, finished)) >= share,
-            progress=progress,
+    with tqdm(
+        total=config.prompts_per_step, desc=f"step {step} rollout", unit="group", leave=False,
+        disable=distributed.rank() > 0,
+    ) as progress:  # fmt: skip
+        collector = Collector(sampler, grader, config, take, progress)
+        sampler.run(
+            [], config.max_response_tokens, config.temperature, collector.on_finish,
+            feed=collector.feed, problems=problems,
         )  # fmt: skip
-        aborted = []
-        for group in sorted(distributed.gather(mine), key=lambda group: group[0].group):
-            complete = all(r.finished for r in group)
-            (ended if complete else aborted).append(group)
-            if complete and keep(group):
-                kept.append(group)
-        # First in, first out: the aborted were started before those still waiting.
-        waiting.extendleft(reversed(aborted))
-        counts["rounds"] = round_ + 1
-    progress.close()
-    for group in ended:
-        order.record(group[0].problem.index, [r.reward for r in group])
-    counts |= {
-        "finished": len(ended),
-        "aborted": len(waiting),
-        "surplus": max(0, len(kept) - wanted),
-    }
-    for work in distributed.gather([dict(sampler.counts)]):
-        for name, count in work.items():
-            counts[name] += count
-    resume = list(waiting) if config.partial_rollout else []
-    return Collected(kept[:wanted], resume, ended, dict(counts))
+    if not collector.over:  # interrupted: the other ranks are to stop as well
+        collector.agree()
+    collected = conclude(collector, waiting, order)
+    collected.counts["regenerated"] = sum(map(stale, buffer))
+    collected.counts["resumed"] = len(buffer) - collected.counts["regenerated"]
+    return collected
 
 
 def evaluate(

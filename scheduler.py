@@ -36,12 +36,20 @@ class Batch:
     """
 
     def __init__(self, cache: KVCache, slots: int, rollouts: Iterable[Rollout]):
-        self.cache, self.slots, self.queue = cache, slots, deque(rollouts)
+        self.cache, self.slots = cache, slots
+        self.queue: deque[Rollout] = deque()
         self.rows: list[Row] = []
         self.prompts: dict[int, list[int]] = {}  # id of a problem -> pages of its prompt
-        self.waiting = Counter(id(r.problem) for r in self.queue)
+        self.waiting: Counter[int] = Counter()  # id of a problem -> its rollouts in the queue
         self.preempted = 0
         self._view: View | None = None
+        self.extend(rollouts)
+
+    def extend(self, rollouts: Iterable[Rollout]) -> None:
+        """Put those that are not finished at the end of the queue."""
+        unfinished = [r for r in rollouts if not r.finished]
+        self.queue.extend(unfinished)
+        self.waiting.update(id(r.problem) for r in unfinished)
 
     def admit(self) -> tuple[list[Job], list[tuple[int, int]], list[Job]]:
         """Start waiting rollouts while slots and memory last.

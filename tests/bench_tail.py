@@ -1,16 +1,19 @@
 """What long responses cost the scheduler: slot-steps that train, that are thrown away, that idle.
 
-    make bench-tail          # prints the table and draws docs/figures/tail.svg
+    make bench-tail          # prints the tables and draws docs/figures/tail.svg
+    python tests/bench_tail.py --zero-variance 0.6
 
 The project's own `collect` and `Sampler` run; only the model is left out. Each response stops at a
 length drawn for its random key: lognormal, mean 10,000 and at most 128,000 tokens, both divided by
-64 so that minutes suffice.
+64 so that minutes suffice. --zero-variance: share of the problems whose responses are all right, so
+that their groups are dropped.
 """
 
+import argparse
 import math
-import os
 import random
 import sys
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +21,13 @@ from types import SimpleNamespace
 import torch
 from transformers import LlamaConfig
 
-os.environ["TQDM_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import rollout
 from config import ROOT
 from data import DataOrder, Problem
 from model import Transformer
-from rollout import Sampler, collect
+from rollout import Sampler, collect, has_signal
+from scheduler import Batch
 from verify import Verdict
 
 SCALE, SIGMA = 64, 1.3
@@ -44,22 +48,23 @@ def length_of(key):
     return min(CAP, max(1, round(random.Random(key).lognormvariate(mean, SIGMA))))
 
 
+class StaticBatch(Batch):
+    """Nothing starts before the longest of the last ones has ended."""
+
+    def admit(self):
+        return ([], [], []) if self.rows else super().admit()
+
+
 class ScriptedSampler(Sampler):
     """The sampler without its model: a response ends at its drawn length."""
 
-    def __init__(self, static):
+    def __init__(self):
         config = LlamaConfig(
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=1,
         )  # fmt: skip
         super().__init__(Transformer(config).requires_grad_(False), [EOS], SLOTS)
-        self.static, self.live = static, []
-
-    def run(self, rollouts, *args):
-        """Static batches: nothing starts before the longest of the last ones has ended."""
-        size = SLOTS if self.static else len(rollouts)
-        for first in range(0, len(rollouts), size):
-            super().run(rollouts[first : first + size], *args)
+        self.live = []
 
     def _forward(self, cache, pieces):
         pass
@@ -72,43 +77,59 @@ class ScriptedSampler(Sampler):
 
 
 class Grader:
-    """Nothing to grade: lengths are the subject."""
+    """Responses to a problem with the label "easy" are right, those to others by turns."""
 
-    def submit(self, *args):
+    def __init__(self):
+        self.graded = Counter()
+
+    def submit(self, response, label, *args):
+        self.graded[label] += 1
+        right = label == "easy" or self.graded[label] % 2 == 0
         future = Future()
-        future.set_result(Verdict(True, "ok", None))
+        future.set_result(Verdict(right, "ok" if right else "wrong", None))
         return future
 
 
-def measure(name):
+def measure(name, zero_variance=0.0):
     """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one."""
-    sampler = ScriptedSampler(static=name == "static batches")
+    rollout.Batch = StaticBatch if name == "static batches" else Batch
+    sampler, grader = ScriptedSampler(), Grader()
     fields = dict(
-        prompts_per_step=PROMPTS, group_size=GROUP, max_refills=0, dynamic_sampling=False, seed=0,
+        prompts_per_step=PROMPTS, group_size=GROUP, max_refills=8, dynamic_sampling=True, seed=0,
         max_response_tokens=CAP, temperature=1.0, think="auto", max_staleness=None,
         over_sampling=1.0, partial_rollout=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
-    problems = [Problem(str(i), i, "", [WORD] * 4, "") for i in range(1000)]
+    easy = random.Random(0)
+    labels = ["easy" if easy.random() < zero_variance else str(i) for i in range(1000)]
+    problems = [Problem(str(i), i, "", [WORD] * 4, label) for i, label in enumerate(labels)]
     order, buffer = DataOrder(len(problems), 0), []
-    kept, rows, decoded = [], 0, 0
+    kept, dropped, rows, decoded = [], 0, 0, 0
+    lengths = lambda groups: [len(r.response_ids) for group in groups for r in group]
+    flat = lambda group: not has_signal(r.reward for r in group)
     for step in range(STEPS):
         sampler.live.clear()
-        collected = collect(sampler, Grader(), problems, order, buffer, config, step)
+        collected = collect(sampler, grader, problems, order, buffer, config, step)
         buffer = collected.unfinished
-        kept += [len(r.response_ids) for group in collected.groups for r in group]
+        kept += lengths(collected.groups)
+        dropped += sum(lengths(filter(flat, collected.finished)))
         rows, decoded = rows + sum(sampler.live), decoded + len(sampler.live)
-    waiting = sum(len(r.response_ids) for group in buffer for r in group)
+    rollout.Batch = Batch
     total = decoded * SLOTS
-    trained, later, idle = sum(kept) / total, waiting / total, 1 - rows / total
-    return {
-        "trained": trained, "later": later, "thrown away": 1 - trained - later - idle,
-        "idle": idle, "mean length": sum(kept) / len(kept) * SCALE,
+    shares = {
+        "trained": sum(kept) / total, "no signal": dropped / total,
+        "later": sum(lengths(buffer)) / total, "idle": 1 - rows / total,
+    }  # fmt: skip
+    return shares | {
+        "thrown away": 1 - sum(shares.values()), "mean length": sum(kept) / len(kept) * SCALE,
         "steps": total / SLOTS / STEPS * SCALE, "live": list(sampler.live),
     }  # fmt: skip
 
 
-def draw_figure(results, file):
+PARTS = ("trained", "no signal", "later", "thrown away", "idle")
+
+
+def draw_figure(results, zero_variance, file):
     """Rows alive over one step, and where the slot-steps went."""
     import matplotlib
 
@@ -123,29 +144,35 @@ def draw_figure(results, file):
     left.set(xlabel="decode steps of the last training step", ylabel=f"rows alive, of {SLOTS}")
     left.legend(fontsize=8)
     bottom = [0.0] * len(results)
-    for part, colour in zip(
-        ("trained", "later", "thrown away", "idle"), ("C2", "C0", "C1", "0.85"), strict=True
-    ):
+    for part, colour in zip(PARTS, ("C2", "C4", "C0", "C1", "0.85"), strict=True):
         values = [result[part] for result in results.values()]
         right.barh(list(results), values, left=bottom, color=colour, label=part)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     right.invert_yaxis()
     right.set(xlabel="share of slot-steps", xlim=(0, 1))
-    right.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4)
+    right.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.4, 1), ncols=5)
+    left.set_title(f"{zero_variance:.0%} of the problems without signal", fontsize=9)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 
 
 def main():
+    parser = argparse.ArgumentParser(description="Where slot-steps go when responses are long.")
+    parser.add_argument(
+        "--zero-variance", type=float, nargs="+", default=[0.0, 0.5], metavar="SHARE",
+        help="share of the problems without signal, a table each; the last one is drawn",
+    )  # fmt: skip
     torch.set_num_threads(1)
-    results = {name: measure(name) for name in MODES}
-    columns = ("trained", "later", "thrown away", "idle")
-    print(f"{'share of slot-steps':22}" + "".join(f"{c:>12}" for c in columns), end="")
-    print("  steps per training step  mean kept length")
-    for name, result in results.items():
-        print(f"{name:22}" + "".join(f"{result[c]:12.1%}" for c in columns), end="")
-        print(f"{result['steps']:25,.0f}{result['mean length']:18,.0f}")
-    draw_figure(results, ROOT / "docs/figures/tail.svg")
+    for share in parser.parse_args().zero_variance:
+        results = {name: measure(name, share) for name in MODES}
+        print(f"{share:.0%} of the problems without signal; shares of slot-steps:")
+        print(" " * 22 + "".join(f"{part:>12}" for part in PARTS), end="")
+        print("  steps per training step  mean kept length")
+        for name, result in results.items():
+            print(f"{name:22}" + "".join(f"{result[part]:12.1%}" for part in PARTS), end="")
+            print(f"{result['steps']:25,.0f}{result['mean length']:18,.0f}")
+        print()
+    draw_figure(results, share, ROOT / "docs/figures/tail.svg")
 
 
 if __name__ == "__main__":

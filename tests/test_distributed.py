@@ -18,11 +18,11 @@ import distributed
 from model import Transformer
 
 ROOT = Path(__file__).parent.parent
-FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --no-dynamic-sampling "
+FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --reward random "
 FLAGS += (
     "--steps 2 --num-critic-only-steps 1 --lr 1e-5 --critic-lr 1e-5 --critic-lr-warmup-steps 0 "
 )
-FLAGS += "--log-samples -1 --save-every 0 "
+FLAGS += "--log-samples -1 --save-every 0 --max-refills 9 "
 FLAGS += "--max-tokens-per-micro-batch 300 --eval-data "
 
 
@@ -82,7 +82,8 @@ def test_s1_ranks_change_no_loss_gradient_or_weight(folders, nproc):
             load_file(folders[n] / "checkpoints/step_000002" / part / "model.safetensors")
             for n in (1, nproc)
         )
-        assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
+        # lr 1e-5: of a gradient that is all rounding, Adam makes a part of that step.
+        assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-6
 
 
 def test_a_run_of_two_ranks_resumes_on_one(folders):

@@ -300,7 +300,7 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
             r.response_ids = list(range(100, 260))
             r.rollout_logprobs, r.weight_versions = [-7.0] * 160, [0] * 160
             r.finish_reason, r.reward, r.reason = "length", float(r.sample_index % 2), "ok"
-        return rollout.Collected(groups, [], groups, Counter(rounds=1, finished=2))
+        return rollout.Collected(groups, [], groups, Counter(finished=2))
 
     monkeypatch.setattr(rollout, "collect", collect)
     for module in (rollout, start):  # the tokenizer is smaller than the model

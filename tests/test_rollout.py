@@ -247,7 +247,7 @@ class NoLookAtTheDevice(TorchDispatchMode):
 @pytest.mark.parametrize("truncation", [None, Truncation(0.9, 5, 0.01)])
 def test_a_decode_step_does_not_wait_for_the_device(model, truncation):
     sampler = Sampler(model, [2, 3], page=4)
-    cache = sampler._new_cache([Rollout(Problem("", 0, "", [5], ""), 0, 0, 7)], 8)
+    cache = sampler._new_cache([Problem("", 0, "", [5], "")], 8)
     view, state = cache.view([cache.take(2)], [0]), torch.tensor([[5], [0], [7], [0]])
     with NoLookAtTheDevice():
         sampler._step(cache, 1.0, truncation, view, *state)
@@ -311,7 +311,14 @@ def random_history(model, rng, answers):
     while not all(r.finished for r in rollouts):
         steps = iter(range(rng.randint(1, 20), -1, -1))
         sampler.interrupted = False
-        sampler.run(rollouts, budget, 1.0, on_finish=lambda r: rng.random() < 0.1)
+        ended = []
+        sampler.run(
+            rollouts,
+            budget,
+            1.0,
+            on_finish=lambda r, ended=ended: ended.append(rng.random() < 0.1),
+            feed=lambda ended=ended: None if any(ended) else (),
+        )
     return rollouts, sampler.counts["preempted"]
 
 
@@ -447,7 +454,8 @@ def test_an_interrupted_response_goes_on_as_if_nothing_had_happened(model):
         ]
     rounds = 0
     while any(not r.finished for r in rollouts):
-        sampler.run(rollouts, 20, 1.0, on_finish=lambda r: True)  # stop at the first that ends
+        ended = []  # stop at the first
+        sampler.run(rollouts, 20, 1.0, ended.append, feed=lambda ended=ended: None if ended else ())
         rounds += 1
     assert rounds > 2
     assert tokens(rollouts) == tokens(wanted)
@@ -565,7 +573,7 @@ def test_kept_groups_are_whole_graded_and_have_signal(model):
 def test_refills_are_bounded_when_nothing_can_be_kept(model):
     grader = LengthGrader(verdict=lambda n: False)
     collected = run_collect(model, grader)
-    assert collected.groups == [] and collected.counts["rounds"] == 4
+    assert collected.groups == [] and collected.counts["refilled"] == 12
     assert collected.counts["finished"] == 16
     assert not any(has_signal(r.reward for r in group) for group in collected.finished)
     assert grader.graded == 16 * 4
@@ -573,7 +581,7 @@ def test_refills_are_bounded_when_nothing_can_be_kept(model):
 
 def test_without_dynamic_sampling_every_group_is_kept(model):
     collected = run_collect(model, LengthGrader(verdict=lambda n: False), dynamic_sampling=False)
-    assert len(collected.groups) == 4 and collected.counts["rounds"] == 1
+    assert len(collected.groups) == 4 and collected.counts["refilled"] == 0
 
 
 def test_surplus_is_aborted_and_resumed_without_losing_a_token(model):
@@ -632,13 +640,13 @@ def test_stale_groups_of_the_buffer_start_anew(model, age, fresh):
 def test_groups_of_the_buffer_longer_than_a_smaller_budget_start_anew(model):
     options = dict(dynamic_sampling=False, partial_rollout=True, prompts_per_step=2)
     first = run_collect(model, LengthGrader(), over_sampling=2.0, **options)
-    longest = max(len(r.response_ids) for group in first.unfinished for r in group)
+    budget = max(len(r.response_ids) for group in first.unfinished for r in group) - 1
     second = run_collect(
-        model, LengthGrader(), first.unfinished, 1, max_response_tokens=longest, **options
+        model, LengthGrader(), first.unfinished, 1, max_response_tokens=budget, **options
     )
     assert second.counts["regenerated"] >= 1
     lengths = [len(r.response_ids) for group in second.finished for r in group]
-    assert max(lengths) <= longest
+    assert max(lengths) <= budget
 
 
 def test_counts_of_the_samplers_work_are_those_of_the_step(model):

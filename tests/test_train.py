@@ -205,7 +205,7 @@ def test_bc07c_a_sampler_that_can_never_fill_ends_and_says_so(random_tiny_model,
     assert sorted(rows) == [1, 2, 3]  # three empty steps end the run
     for row in rows.values():
         assert row["rollout/groups_kept"] == 0 and row["rollout/groups_finished"] == 9
-        assert row["rollout/zero_variance_share"] == 1.0 and row["rollout/rounds"] == 3
+        assert row["rollout/zero_variance_share"] == 1.0 and row["rollout/groups_refilled"] == 6
     err = capsys.readouterr().err
     assert "no group kept of 9 sampled" in err and "stopped" in err
     assert same(weights(tmp_path / "r", 3), load_file(random_tiny_model / "model.safetensors"))
