@@ -1,20 +1,23 @@
 """What long responses cost the scheduler: slot-steps that train, that are thrown away, that idle.
 
     make bench-tail          # prints the tables and draws docs/figures/tail.svg
-    python tests/bench_tail.py --zero-variance 0.6
+    python tests/bench_tail.py --zero-variance 0.6 --ranks 8
 
 The project's own `collect` and `Sampler` run; only the model is left out. Each response stops at a
 length drawn for its random key: lognormal, mean 10,000 and at most 128,000 tokens, both divided by
 64 so that minutes suffice. --zero-variance: share of the problems whose responses are all right, so
-that their groups are dropped.
+that their groups are dropped. --ranks: as many processes share the slots.
 """
 
 import argparse
 import math
+import pickle
 import random
 import sys
+import threading
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +25,7 @@ import torch
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import distributed
 import rollout
 from config import ROOT
 from data import DataOrder, Problem
@@ -58,12 +62,12 @@ class StaticBatch(Batch):
 class ScriptedSampler(Sampler):
     """The sampler without its model: a response ends at its drawn length."""
 
-    def __init__(self):
+    def __init__(self, slots):
         config = LlamaConfig(
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=1,
         )  # fmt: skip
-        super().__init__(Transformer(config).requires_grad_(False), [EOS], SLOTS)
+        super().__init__(Transformer(config).requires_grad_(False), [EOS], slots)
         self.live = []
 
     def _forward(self, cache, pieces):
@@ -90,10 +94,46 @@ class Grader:
         return future
 
 
-def measure(name, zero_variance=0.0):
-    """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one."""
-    rollout.Batch = StaticBatch if name == "static batches" else Batch
-    sampler, grader = ScriptedSampler(), Grader()
+class Ranks:
+    """Threads that take themselves for the ranks of distributed.py."""
+
+    def __init__(self, count):
+        self.count, self.own = count, threading.local()
+        self.barrier, self.sent = threading.Barrier(count, timeout=60), [b""] * count
+
+    def world_size(self):
+        return self.count
+
+    def rank(self):
+        return self.own.rank
+
+    def gather(self, objects):
+        self.sent[self.rank()] = pickle.dumps(objects)
+        self.barrier.wait()
+        joined = [item for part in self.sent for item in pickle.loads(part)]
+        self.barrier.wait()
+        return joined
+
+    def run(self, work):
+        """What `work(rank)` returns on every rank."""
+
+        def thread(rank):
+            self.own.rank = rank
+            try:
+                return work(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(thread, range(self.count)))
+
+
+def measure(name, zero_variance=0.0, ranks=1):
+    """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one.
+
+    The slots are spread over so many ranks, threads that exchange what processes would.
+    """
     fields = dict(
         prompts_per_step=PROMPTS, group_size=GROUP, max_refills=8, dynamic_sampling=True, seed=0,
         max_response_tokens=CAP, temperature=1.0, think="auto", max_staleness=None,
@@ -103,26 +143,40 @@ def measure(name, zero_variance=0.0):
     easy = random.Random(0)
     labels = ["easy" if easy.random() < zero_variance else str(i) for i in range(1000)]
     problems = [Problem(str(i), i, "", [WORD] * 4, label) for i, label in enumerate(labels)]
-    order, buffer = DataOrder(len(problems), 0), []
-    kept, dropped, rows, decoded = [], 0, 0, 0
+
+    def work(rank):
+        sampler, grader = ScriptedSampler(SLOTS // ranks), Grader()
+        order, buffer, steps, live = DataOrder(len(problems), 0), [], [], []
+        for step in range(STEPS):
+            sampler.live = []
+            steps.append(collect(sampler, grader, problems, order, buffer, config, step))
+            buffer = steps[-1].unfinished
+            live.append(sampler.live)
+        return steps, live
+
+    rollout.Batch = StaticBatch if name == "static batches" else Batch
+    rollout.distributed = crew = Ranks(ranks)
+    results = crew.run(work)
+    rollout.Batch, rollout.distributed = Batch, distributed
+    steps = results[0][0]  # the same on every rank
+    # In a step a rank that has nothing to decode waits for the one with the most decode steps.
+    together = lambda step: [
+        *map(sum, zip_longest(*(rows[step] for _, rows in results), fillvalue=0))
+    ]
+    live = [together(step) for step in range(STEPS)]
     lengths = lambda groups: [len(r.response_ids) for group in groups for r in group]
+    kept = lengths(group for step in steps for group in step.groups)
     flat = lambda group: not has_signal(r.reward for r in group)
-    for step in range(STEPS):
-        sampler.live.clear()
-        collected = collect(sampler, grader, problems, order, buffer, config, step)
-        buffer = collected.unfinished
-        kept += lengths(collected.groups)
-        dropped += sum(lengths(filter(flat, collected.finished)))
-        rows, decoded = rows + sum(sampler.live), decoded + len(sampler.live)
-    rollout.Batch = Batch
-    total = decoded * SLOTS
+    dropped = lengths(group for step in steps for group in step.finished if flat(group))
+    total = SLOTS * sum(map(len, live))
     shares = {
-        "trained": sum(kept) / total, "no signal": dropped / total,
-        "later": sum(lengths(buffer)) / total, "idle": 1 - rows / total,
+        "trained": sum(kept) / total, "no signal": sum(dropped) / total,
+        "later": sum(lengths(steps[-1].unfinished)) / total,
+        "idle": 1 - sum(map(sum, live)) / total,
     }  # fmt: skip
     return shares | {
         "thrown away": 1 - sum(shares.values()), "mean length": sum(kept) / len(kept) * SCALE,
-        "steps": total / SLOTS / STEPS * SCALE, "live": list(sampler.live),
+        "steps": total / SLOTS / STEPS * SCALE, "live": live[-1],
     }  # fmt: skip
 
 
@@ -162,17 +216,20 @@ def main():
         "--zero-variance", type=float, nargs="+", default=[0.0, 0.5], metavar="SHARE",
         help="share of the problems without signal, a table each; the last one is drawn",
     )  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=1, help=f"that share the {SLOTS} slots")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for share in parser.parse_args().zero_variance:
-        results = {name: measure(name, share) for name in MODES}
-        print(f"{share:.0%} of the problems without signal; shares of slot-steps:")
+    for share in options.zero_variance:
+        results = {name: measure(name, share, options.ranks) for name in MODES}
+        print(f"{share:.0%} of the problems without signal, {options.ranks} rank(s), slot-steps:")
         print(" " * 22 + "".join(f"{part:>12}" for part in PARTS), end="")
         print("  steps per training step  mean kept length")
         for name, result in results.items():
             print(f"{name:22}" + "".join(f"{result[part]:12.1%}" for part in PARTS), end="")
             print(f"{result['steps']:25,.0f}{result['mean length']:18,.0f}")
         print()
-    draw_figure(results, share, ROOT / "docs/figures/tail.svg")
+    if options.ranks == 1:
+        draw_figure(results, share, ROOT / "docs/figures/tail.svg")
 
 
 if __name__ == "__main__":

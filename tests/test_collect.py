@@ -7,9 +7,10 @@ import pickle
 import random
 import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
+from bench_tail import Ranks
 from test_rollout import LengthGrader, WordTokenizer, collect_config, tokens
 from transformers import LlamaConfig
 
@@ -53,41 +54,6 @@ class SlowGrader(LengthGrader):
         timer = threading.Timer(random.random() / 300, lambda: late.set_result(verdict.result()))
         timer.start()
         return late
-
-
-class Ranks:
-    """Threads that take themselves for the ranks of distributed.py."""
-
-    def __init__(self, count):
-        self.count, self.own = count, threading.local()
-        self.barrier, self.sent = threading.Barrier(count, timeout=60), [b""] * count
-
-    def world_size(self):
-        return self.count
-
-    def rank(self):
-        return self.own.rank
-
-    def gather(self, objects):
-        self.sent[self.rank()] = pickle.dumps(objects)
-        self.barrier.wait()
-        joined = [item for part in self.sent for item in pickle.loads(part)]
-        self.barrier.wait()
-        return joined
-
-    def run(self, work):
-        """What `work(rank)` returns on every rank."""
-
-        def thread(rank):
-            self.own.rank = rank
-            try:
-                return work(rank)
-            except BaseException:
-                self.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.count) as threads:
-            return list(threads.map(thread, range(self.count)))
 
 
 def steps_of(
