@@ -3,8 +3,8 @@ checkpoints.
 
 One process is not a special case for its callers: every function here works without a process
 group. The scalars of a step are held whole on every rank, so the only things that cross ranks are
-finished rollouts (`gather`), rows of per-token results (`sum_`), and the gradients and weights that
-FSDP2 moves by itself.
+rollouts and word of which have ended (`gather`), rows of per-token results (`sum_`), and the
+gradients and weights that FSDP2 moves by itself.
 """
 
 import ctypes

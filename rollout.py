@@ -618,16 +618,13 @@ class Collector:
 
 def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: DataOrder) -> Collected:
     """What came of a step, the same on every rank; waiting: groups of the buffer not started."""
-    config = collector.config
+    config, wanted = collector.config, collector.config.prompts_per_step
     for group in collector.here.values():  # members that ended in groups that are cut off
         group.grade()
     here = [group.rollouts for group in collector.here.values()]
     groups = {rollouts[0].group: rollouts for rollouts in distributed.gather(here)}
     pick = lambda numbers: [groups[number] for number in sorted(numbers)]
-    kept, surplus = (
-        collector.kept[: config.prompts_per_step],
-        collector.kept[config.prompts_per_step :],
-    )
+    kept, surplus = collector.kept[:wanted], collector.kept[wanted:]
     aborted = [*pick(collector.running), *waiting]  # first in, first out
     later = surplus if config.partial_rollout else []
     ended = pick(groups.keys() - collector.running.keys() - set(later))
@@ -664,9 +661,8 @@ def collect(
     that is more than `max_staleness` weight versions old, or with no room left in the budget,
     starts anew.
     """
-    oldest = -math.inf  # weight version a resumed token may have
-    if config.max_staleness is not None:
-        oldest = sampler.weight_version - config.max_staleness
+    age = math.inf if config.max_staleness is None else config.max_staleness
+    oldest = sampler.weight_version - age  # that a token of a resumed group may have
     stale = lambda group: is_stale(group, oldest, config.max_response_tokens)
     new = lambda problem, number: new_group(
         problem, number, seed=config.seed, step=step, size=config.group_size
