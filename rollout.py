@@ -445,7 +445,7 @@ def control_rewards(kind: str, group: Sequence[Rollout], grader: Grader, think: 
 
 def has_signal(rewards: Iterable[float]) -> bool:
     """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8
-    (BC-07).
+    .
     """
     rewards = list(rewards)
     return max(rewards) - min(rewards) > 1e-8
@@ -677,8 +677,8 @@ def collect(
 
     sampler.counts.clear()
     with tqdm(
-        total=config.prompts_per_step, desc=f"step {step} rollout", unit="group", leave=False,
-        disable=distributed.rank() > 0,
+        total=config.prompts_per_step, desc=f"step {step + 1} rollout", unit="group", leave=False,
+        disable=distributed.rank() > 0 or None,
     ) as progress:  # fmt: skip
         collector = Collector(sampler, grader, config, take, progress)
         sampler.run(
@@ -716,7 +716,7 @@ def evaluate(
         desc="evaluation",
         unit="problem",
         leave=False,
-        disable=distributed.rank() > 0,
+        disable=distributed.rank() > 0 or None,
     ) as progress:
         sample_groups(
             sampler,
