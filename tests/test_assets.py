@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verify import verify
+
 ASSETS = Path(__file__).parent.parent / "assets"
 BASE = ASSETS / "tiny-base"
 
@@ -235,3 +237,40 @@ def test_long_base_model_keeps_the_format_and_solves_a_third(long_script):
     # What a critic can see: the model mostly doubts wrong chains and trusts right ones.
     doubt = [text.split("</think>")[0].endswith("?") for text in texts]
     assert sum(d != r for d, r in zip(doubt, right, strict=True)) > 0.75 * len(problems)
+
+
+# ---- sums for a real model
+
+
+@pytest.fixture(scope="module")
+def sums():
+    return {split: read(f"sums-{split}") for split in ("train", "eval")}
+
+
+def test_sums_are_those_of_the_script(monkeypatch):
+    monkeypatch.syspath_prepend(ASSETS)
+    script = runpy.run_path(str(ASSETS / "make_sums.py"))
+    for split, rows in script["make_problems"]().items():
+        text = (ASSETS / f"sums-{split}.jsonl").read_text()
+        assert text == script["to_jsonl"](rows)
+
+
+def test_labels_of_sums_count_up_from_the_first_number(sums):
+    for p in sums["train"] + sums["eval"]:
+        assert [turn["role"] for turn in p["prompt"]] == ["system", "user", "assistant", "user"]
+        a, b = map(int, p["prompt"][-1]["content"].split(" + "))
+        assert p["label"] == str(len([*range(a), *range(b)]))
+
+
+def test_no_sum_is_in_both_splits_in_either_order_nor_in_the_example(sums):
+    asked = lambda p: tuple(sorted(p["prompt"][-1]["content"].split(" + ")))
+    pairs = [asked(p) for p in sums["train"] + sums["eval"]]
+    assert len(set(pairs)) == len(pairs) == 208
+    examples = {tuple(p["prompt"][1]["content"].split(" + ")) for p in sums["train"]}
+    assert len(examples) == 1 and examples.isdisjoint(pairs)
+
+
+def test_the_worked_example_of_a_sum_gets_the_reward(sums):
+    example, answer = (turn["content"] for turn in sums["eval"][0]["prompt"][1:3])
+    label = str(sum(map(int, example.split(" + "))))
+    assert verify(answer, label).reason == "ok"

@@ -142,6 +142,26 @@ def test_every_combination_of_flags_is_a_configuration(tmp_path, monkeypatch):
             parse([*compare.COMMON, *j.flags.split()]).resolved(ALGORITHMS)
 
 
+def test_without_a_real_model_one_sentence_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "REAL_MODEL", tmp_path / "nowhere")
+    monkeypatch.setattr("sys.argv", ["compare.py", "real", "--output-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as error:
+        compare.main()
+    words = str(error.value) + capsys.readouterr().err
+    assert "nowhere; `make compare-real` fetches it" in words
+
+
+def test_all_leaves_the_real_model_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["compare.py", "all", "--output-dir", str(tmp_path)])
+    reported = []
+    monkeypatch.setattr(compare, "PARTS", {part: (lambda root: [], None) for part in compare.PARTS})
+    monkeypatch.setattr(
+        compare, "report", lambda jobs, root, name, reference: reported.append(name)
+    )
+    compare.main()
+    assert set(reported) == set(compare.PARTS) - {"real"}
+
+
 def test_a_report_writes_table_and_figure(tmp_path):
     jobs = [job(label, seed) for label in ("GRPO", "JustRL II") for seed in range(2)]
     for j in jobs:

@@ -37,3 +37,12 @@ def test_logprobs_on_a_real_chat_prompt_equal_transformers():
         expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
         assert torch.allclose(logprobs[row, : len(response)], expected, atol=1e-4)
         assert torch.allclose(torch.tensor(r.rollout_logprobs), expected, atol=1e-4)
+
+
+def test_a_right_answer_to_a_sum_fits_the_budgets_of_the_comparison():
+    tokenizer = load_tokenizer(FOLDER)
+    for split in ("train", "eval"):
+        problems, dropped = load_problems(str(ROOT / f"assets/sums-{split}.jsonl"), tokenizer, 80)
+        assert problems and not dropped
+    right = "49 + 49 = 98. \\boxed{98}"
+    assert len(tokenizer.encode(right)) + 1 <= 20  # and the end of the turn
