@@ -69,6 +69,6 @@ JOBS ?= 2
 compare: $(STAMP)
 	$(PYTHON) compare.py all --jobs $(JOBS)
 
-# The same three on SmolLM2-135M and sums of two numbers (20 minutes on an idle core)
+# The same three on SmolLM2-135M and sums of two numbers (25 minutes on an idle core)
 compare-real: $(REAL_MODEL)/model.safetensors
 	$(PYTHON) compare.py real --jobs 1

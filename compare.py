@@ -7,7 +7,7 @@
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
-    python compare.py real          three algorithms on SmolLM2-135M and sums, one seed
+    python compare.py real          three algorithms and a control on SmolLM2-135M and sums, one seed
     python compare.py report        tables and figures from the runs that are there
 
 `make compare` does all of it but `real`, which is `make compare-real`. A run is a directory of
@@ -85,6 +85,7 @@ REAL = {
     "GRPO, SmolLM2": f"--algorithm grpo {SUMS}",
     "PPO, SmolLM2": f"--algorithm ppo {SUMS} {SUMS_CRITIC}",
     "JustRL II, SmolLM2": f"--algorithm justrl2 {SUMS} {SUMS_CRITIC}",
+    "GRPO, SmolLM2, reward random": f"--algorithm grpo {SUMS} --reward random --steps 7",
 }
 REAL_RATE = "1e-5"
 RATES = ("3e-4", "6e-4", "1.2e-3")
@@ -217,7 +218,7 @@ def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS)
 
 
 def real_jobs(root: Path) -> list[Job]:
-    """Three algorithms on a real model, one seed."""
+    """Three algorithms and a control on a real model, one seed."""
     return [Job(label, "clean", REAL_RATE, 0, flags) for label, flags in REAL.items()]
 
 
