@@ -7,7 +7,7 @@
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
-    python compare.py real          three algorithms and a control on SmolLM2-135M and sums, one seed
+    python compare.py real          three algorithms and a control on SmolLM2-135M, one seed
     python compare.py report        tables and figures from the runs that are there
 
 `make compare` does all of it but `real`, which is `make compare-real`. A run is a directory of
