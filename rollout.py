@@ -444,8 +444,7 @@ def control_rewards(kind: str, group: Sequence[Rollout], grader: Grader, think: 
 
 
 def has_signal(rewards: Iterable[float]) -> bool:
-    """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8.
-    """
+    """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8."""
     rewards = list(rewards)
     return max(rewards) - min(rewards) > 1e-8
 
