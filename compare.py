@@ -4,6 +4,7 @@
     python compare.py main          each at its best rate, five other seeds, clean and noisy labels
     python compare.py longer        the four with two thirds more tokens, clean labels
     python compare.py ablations     JustRL II with one change at a time
+    python compare.py bounds        JustRL II when its critic knows nothing, and when it knows all
     python compare.py groups        GRPO and JustRL II with two responses to a problem
     python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
@@ -65,10 +66,19 @@ ABLATIONS = {
     "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
 }
 LONGER = {f"{label}, 40 steps": f"{flags} --steps 40" for label, flags in ALGORITHMS.items()}
+NO_WARM_UP = "--num-critic-only-steps 0"
+BOUNDS = {  # with an oracle the program is assets/long_oracle.py
+    "GRPO": GRPO,
+    "JustRL II, no warm-up": ABLATIONS["JustRL II, no warm-up"],
+    "JustRL II, V = 0.5": f"--algorithm justrl2 {NO_WARM_UP} --critic-lr 0",
+    "JustRL II, oracle": f"--algorithm justrl2 {NO_WARM_UP}",
+    # Where one update follows one rollout, PPO differs from JustRL II in λ and the critic's target.
+    "JustRL II, oracle, λ = 0": f"--algorithm ppo --gae-lambda 0 {NO_WARM_UP}",
+}
 PAIRS = "--prompts-per-step 64 --group-size 2"
 GROUPS_OF_TWO = {
     "GRPO, groups of 2": f"{GRPO} {PAIRS}",
-    "JustRL II, groups of 2": f"{JUSTRL2} {PAIRS}",
+    "JustRL II, groups of 2, all kept": f"{JUSTRL2} {NO_WARM_UP} {PAIRS} --no-dynamic-sampling",
 }
 CONTROLS = {"GRPO": GRPO} | {
     f"GRPO, reward {kind}": f"{GRPO} --reward {kind}"
@@ -96,13 +106,18 @@ CRITIC_KEYS = "explained_variance_within", "mid_auc", "end_auc"
 
 
 class Job(NamedTuple):
-    """One run of train.py."""
+    """One run of train.py, or of the same with an oracle for a critic."""
 
     label: str
     variant: str  # labels: clean or noisy
     rate: str
     seed: int
     flags: str
+
+    @property
+    def program(self) -> Path:
+        """What runs it."""
+        return ROOT / ("assets/long_oracle.py" if "oracle" in self.label else "train.py")
 
     def folder(self, root: Path) -> Path:
         """Where it is, or will be."""
@@ -145,7 +160,7 @@ def execute(job: Job, root: Path) -> None:
     """Run train.py in a process of its own; an interrupted run goes on or begins again."""
     folder = job.folder(root)
     data = root / "noisy.jsonl" if job.variant == "noisy" else ROOT / "assets/long-train.jsonl"
-    command = [sys.executable, str(ROOT / "train.py"), "--output-dir", str(folder)]
+    command = [sys.executable, str(job.program), "--output-dir", str(folder)]
     command += ["--resume"] if (folder / "config.json").exists() else []
     command += [*COMMON, "--data", str(data), "--lr", job.rate, "--seed", str(job.seed)]
     log = root / f"{folder.name}.log"
@@ -360,7 +375,8 @@ PARTS = {  # the runs of each, and what they are compared with
     "main": (main_jobs, "GRPO"),
     "longer": (lambda root: few_jobs(root, LONGER, SEEDS), "GRPO, 40 steps"),
     "ablations": (lambda root: few_jobs(root, ABLATIONS), "JustRL II"),
-    "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO), "GRPO, groups of 2"),
+    "bounds": (lambda root: few_jobs(root, BOUNDS, SEEDS), "GRPO"),
+    "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO, SEEDS), "GRPO, groups of 2"),
     "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
     "muon": (lambda root: few_jobs(root, {"GRPO": GRPO} | MUON), "GRPO"),
     "real": (real_jobs, "GRPO, SmolLM2"),
