@@ -57,7 +57,7 @@ def test_a_value_belongs_to_the_state_before_its_token(table):
 
 
 def test_a_run_with_the_oracle_has_a_critic_that_knows(tmp_path):
-    flags = f"""--model {ROOT}/assets/tiny-long-base --data {ROOT}/assets/long-train.jsonl --steps 2
+    flags = f"""--model {ROOT}/assets/tiny-long-base --data {ROOT}/assets/long-train.jsonl --steps 1
         --num-critic-only-steps 0 --prompts-per-step 24 --max-refills 0 --eval-data= --save-every 0
         --no-dynamic-sampling --log-samples 0 --output-dir {tmp_path}"""
     command = [sys.executable, str(ROOT / "assets/long_oracle.py"), *flags.split()]
