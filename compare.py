@@ -76,11 +76,13 @@ BOUNDS = {  # with an oracle the program is assets/long_oracle.py
     "JustRL II, oracle, λ = 0": f"--algorithm ppo --gae-lambda 0 {NO_WARM_UP}",
 }
 PAIRS = "--prompts-per-step 64 --group-size 2"
-ALL_KEPT = f"{PAIRS} --no-dynamic-sampling"  # a critic can learn from groups all right or all wrong
+# A critic can learn from groups that are all right or all wrong.
+KEEP_ALL = "--no-dynamic-sampling"
 GROUPS_OF_TWO = {
     "GRPO, groups of 2": f"{GRPO} {PAIRS}",
-    "JustRL II, groups of 2": f"{JUSTRL2} {NO_WARM_UP} {ALL_KEPT}",
-    "JustRL II, V = 0.5, groups of 2": f"{BOUNDS['JustRL II, V = 0.5']} {ALL_KEPT}",
+    "JustRL II, groups of 2": f"{JUSTRL2} {NO_WARM_UP} {PAIRS} {KEEP_ALL}",
+    "JustRL II, V = 0.5, groups of 2": f"{BOUNDS['JustRL II, V = 0.5']} {PAIRS} {KEEP_ALL}",
+    "JustRL II, groups of 8": f"{JUSTRL2} {NO_WARM_UP} {KEEP_ALL}",
 }
 CONTROLS = {"GRPO": GRPO} | {
     f"GRPO, reward {kind}": f"{GRPO} --reward {kind}"
