@@ -53,6 +53,7 @@ ALGORITHMS = {
 }
 MUON = {"GRPO, Muon": f"{GRPO} --optimizer muon"}
 TUNED = ALGORITHMS | MUON
+PENALTY = "--overlong-buffer-tokens 64"  # the longer half of the chains
 ABLATIONS = {
     "JustRL II": JUSTRL2,
     "JustRL II, k = 0.02": f"{JUSTRL2} --gae-lambda-k 0.02",
@@ -64,6 +65,8 @@ ABLATIONS = {
     "JustRL II, bias init 0": f"{JUSTRL2} --critic-value-bias-init 0",
     "JustRL II, no whitening": f"{JUSTRL2} --no-whiten-advantages",
     "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
+    "JustRL II, penalty": f"{JUSTRL2} {PENALTY}",
+    "JustRL II, penalty in the target": f"{JUSTRL2} {PENALTY} --critic-sees-penalty",
 }
 LONGER = {f"{label}, 40 steps": f"{flags} --steps 40" for label, flags in ALGORITHMS.items()}
 NO_WARM_UP = "--num-critic-only-steps 0"

@@ -117,6 +117,7 @@ class Config:
     critic_value_bias_init: float = _f(0.5, "expected mean reward: bias of the value head at the start (paper: 0.52)")
     num_critic_only_steps: int | None = _f(None, "first steps that train the critic alone (default: a quarter of --steps, at most 4; paper: 30); ignored without a critic")
     critic_updates_per_step: int | None = _f(None, "passes of the critic over a rollout batch, per pass of the policy (default 1)")
+    critic_sees_penalty: bool = _f(False, "value targets contain the overlong penalty too; the method keeps it out, this is for comparison")
     value_clip: float | None = _f(None, "value clip range around the old value (default 0.2)")
 
     # Objective: None takes the default of the algorithm's row
@@ -314,13 +315,14 @@ NOT_NEGATIVE = """lr critic_lr critic_lr_warmup_steps weight_decay num_critic_on
 # Limits that infinity switches off; every other number is finite.
 NO_BOUND = "clip_low clip_high dual_clip value_clip is_high max_grad_norm".split()
 # Fields that do nothing without a critic.
-OF_CRITIC = "value_clip critic_updates_per_step".split()
+OF_CRITIC = "value_clip critic_updates_per_step critic_sees_penalty".split()
 # Fields that do nothing while the other one is unset, 0 or none.
 NEEDS = {
     "max_staleness": "partial_rollout",
     "partial_mask_old": "partial_rollout",
     "overlong_penalty_factor": "overlong_buffer_tokens",
     "overlong_injection_alpha": "overlong_buffer_tokens",
+    "critic_sees_penalty": "overlong_buffer_tokens",
     "length_reward_min_spread": "length_reward_weight",
     "length_reward_min_longest": "length_reward_weight",
     "std_ddof": "std_normalize",

@@ -200,10 +200,11 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     Critic: the mixed reward. Actor: mixed + length reward + overlong penalty, unless the penalty
     is injected into the advantages later.
     """
-    mixed = mixed_rewards(batch, config)
-    actor = mixed
+    actor = critic = mixed_rewards(batch, config)
     if config.overlong_injection_alpha is None:
         actor = actor + overlong_penalties(batch)
+    if config.critic_sees_penalty:
+        critic = critic + overlong_penalties(batch)
     if config.length_reward_weight:
         actor = actor + losses.length_reward(
             batch.rewards > 0.5,
@@ -214,7 +215,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
             min_longest=config.length_reward_min_longest,
         )
     on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
-    return on_last(actor), on_last(mixed)
+    return on_last(actor), on_last(critic)
 
 
 def compute_advantages(

@@ -166,8 +166,9 @@ def test_micro_batches_change_nothing(algorithm, random_tiny_model, tmp_path, mi
             )
 
 
-def test_overlong_penalty_reaches_the_actor_and_never_the_critic(
-    random_tiny_model, tmp_path, mixed_rewards, monkeypatch
+@pytest.mark.parametrize("critic_too", [False, True])
+def test_overlong_penalty_reaches_the_actor_and_the_critic_only_if_asked(
+    random_tiny_model, tmp_path, mixed_rewards, monkeypatch, critic_too
 ):
     seen = []
     shape = train.shape_rewards
@@ -182,14 +183,15 @@ def test_overlong_penalty_reaches_the_actor_and_never_the_critic(
         0,
         "--overlong-buffer-tokens",
         8,
+        *(["--critic-sees-penalty"] if critic_too else []),
         model=random_tiny_model,
     )
-    batch, actor, raw = seen[0]
+    batch, actor, critic = seen[0]
     penalty = torch.tensor(
         [min(0.0, max(-1.0, (8 - n) / 8)) for n in batch.response_lengths.tolist()]
     )
     assert torch.allclose(actor.sum(1), batch.rewards + penalty) and penalty.min() < 0
-    assert torch.equal(raw.sum(1), batch.rewards)
+    assert torch.equal(critic.sum(1), actor.sum(1) if critic_too else batch.rewards)
     last = batch.response_lengths - 1
     assert torch.equal(actor.gather(1, last[:, None])[:, 0], actor.sum(1))
 
