@@ -83,6 +83,7 @@ PAIRS = "--prompts-per-step 64 --group-size 2"
 KEEP_ALL = "--no-dynamic-sampling"
 GROUPS_OF_TWO = {
     "GRPO, groups of 2": f"{GRPO} {PAIRS}",
+    "GRPO, batch mean, groups of 2": f"{GRPO} --algorithm reinforce_pp {PAIRS} {KEEP_ALL}",
     "JustRL II, groups of 2": f"{JUSTRL2} {NO_WARM_UP} {PAIRS} {KEEP_ALL}",
     "JustRL II, V = 0.5, groups of 2": f"{BOUNDS['JustRL II, V = 0.5']} {PAIRS} {KEEP_ALL}",
     "JustRL II, groups of 8": f"{JUSTRL2} {NO_WARM_UP} {KEEP_ALL}",
