@@ -44,12 +44,11 @@ from data import (
     load_tokenizer,
     read_rows,
     render_prompt,
-    stop_ids,
     think_mode,
     with_suffix,
 )
 from distributed import print0
-from model import Transformer, limit_threads, load_config, local_folder
+from model import load_config, local_folder
 from rollout import Sampler, evaluate
 from scores import ANSWERED, count_votes
 from verify import OPTION, Verifier, clean, equal, label_kind
@@ -449,16 +448,6 @@ def same_label(run: Run, i: int, j: int) -> bool:
 Votes = list[list]
 
 
-def load_sampler(folder: str, run: Run) -> tuple[Sampler, Any]:
-    """(sampler of a checkpoint, its tokenizer)."""
-    start = local_folder(folder)
-    tokenizer = load_tokenizer(start)
-    model = Transformer.from_pretrained(start, getattr(torch, run.config.dtype)).to(run.device)
-    limit_threads(model, run.device)
-    stops = stop_ids(start, tokenizer)
-    return Sampler(model.requires_grad_(False), stops, run.config.slots, tokenizer), tokenizer
-
-
 def votes_of(group: Sequence[Rollout], grader: Verifier) -> Votes:
     """Graded responses to one problem by answer, equal answers together."""
     answers = [r.answer if r.reason in ANSWERED else None for r in group]
@@ -485,7 +474,9 @@ def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
     done = run.state.results[stage]
     if all(i in done for i in rows):
         return {i: done[i] for i in rows}
-    sampler, tokenizer = load_sampler(solver.folder, run)
+    start, dtype = local_folder(solver.folder), getattr(torch, run.config.dtype)
+    tokenizer = load_tokenizer(start)
+    sampler = Sampler.from_pretrained(start, tokenizer, run.config.slots, dtype, run.device)
     problems = {i: run.data.problem(i, tokenizer) for i in rows}
     think = think_mode(run.config.think, list(problems.values()))
     for chunk in run.state.missing(stage, rows):

@@ -37,11 +37,10 @@ from data import (
     load_tokenizer,
     pack,
     partition,
-    stop_ids,
     think_mode,
 )
 from distributed import print0
-from model import Transformer, limit_threads, load_config, local_folder
+from model import load_config, local_folder
 from rewards import Verifier
 from rollout import Sampler, Truncation, evaluate, sample_groups
 from rundir import part_of, settings_of
@@ -343,15 +342,6 @@ def final_values(
     return distributed.sum_(finals).view(len(groups), -1).tolist()
 
 
-def load_sampler(subject: Subject, options: Options, device: torch.device) -> Sampler:
-    """Sampler with the model of a checkpoint in the compute dtype."""
-    model = Transformer.from_pretrained(subject.folder, getattr(torch, options.dtype))
-    limit_threads(model, device)
-    model.to(device).requires_grad_(False)
-    stops = stop_ids(subject.folder, subject.tokenizer)
-    return Sampler(model, stops, options.slots, subject.tokenizer)
-
-
 def load_critic(options: Options, device: torch.device) -> torch.nn.Module:
     """The critic of --critic, with activations in the compute dtype."""
     from critic import Critic
@@ -394,7 +384,10 @@ def evaluate_subject(
     """Yield (set, result) for every set: scores with bands, and the problems behind them. Rank 0
     scores, the others only sample.
     """
-    sampler = load_sampler(subject, options, device)
+    dtype = getattr(torch, options.dtype)
+    sampler = Sampler.from_pretrained(
+        subject.folder, subject.tokenizer, options.slots, dtype, device
+    )
     for data, (problems, dropped) in subject.sets.items():
         think = think_mode(options.think, problems)
         groups, finals = sample_set(sampler, critic, grader, problems, options, think)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
-from data import DataOrder, Problem, Rollout, vocabulary_size
+from data import DataOrder, Problem, Rollout, stop_ids, vocabulary_size
 from graphs import Graphs
 from kvcache import KVCache, View, paged_kernel
-from model import Transformer, head_size
+from model import Transformer, head_size, limit_threads
 from rewards import has_format
 from scheduler import Batch, Job
 
@@ -151,6 +152,15 @@ class Sampler:
         self.weight_version = 0
         self.interrupted = False  # set from outside: leave everything before the next token
         self.counts: Counter[str] = Counter()  # of work done: see `run`
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path, tokenizer: Any, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> "Sampler":
+        """Of the frozen model in `folder`, whose stop tokens it knows, computing in `dtype`."""
+        model = Transformer.from_pretrained(folder, dtype).requires_grad_(False)
+        limit_threads(model, device)
+        return cls(model.to(device), stop_ids(folder, tokenizer), slots, tokenizer)
 
     def generate(
         self,
