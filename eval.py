@@ -40,9 +40,10 @@ from data import (
     think_mode,
 )
 from distributed import print0
+from draw import Truncation
 from model import load_config, local_folder
 from rewards import Verifier
-from rollout import Sampler, Truncation, evaluate, sample_groups
+from rollout import Sampler, evaluate, sample_groups
 from rundir import part_of, settings_of
 from scores import (
     ANSWERED,

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from rollout import Truncation
+from draw import Truncation
 from scores import LEVEL, RESAMPLES, subset_sizes
 
 KINDS = ("pass", "maj", "best")  # scores over k

@@ -42,6 +42,7 @@ from checkpoint import State
 from config import Config, parse, reward_weights
 from data import Batch, to_batch
 from distributed import print0
+from draw import Truncation
 from forward import LOSSES, micro_batches, score_critic, score_policy
 from optimizer import at_work, optimizer_step
 from replay import replay, save_replay
@@ -433,7 +434,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         temperature=config.temperature,
         think=config.think,
         seed=config.seed,
-        truncation=rollout.Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
+        truncation=Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}

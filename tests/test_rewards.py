@@ -23,6 +23,7 @@ import rollout
 import train
 from config import Config, ConfigError, reward_weights
 from data import Problem, Rollout, load_problems, load_tokenizer, to_batch
+from draw import response_key
 from losses import ALGORITHMS
 from verify import Verdict
 
@@ -604,7 +605,7 @@ def test_a_mix_is_parsed_or_refused_in_one_sentence():
 
 def response(text, reward=0.0, j=0, group=0, label="1", kind="math", answer=None):
     problem = Problem("p", 0, "", [5], label, kind)
-    key = rollout.response_key(0, 0, group, j)
+    key = response_key(0, 0, group, j)
     return Rollout(
         problem, group, j, key, [5] * (j + 2), [-1.0] * (j + 2), [0] * (j + 2), "stop", text,
         reward=reward, correct=reward, answer=answer,

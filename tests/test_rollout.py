@@ -19,9 +19,10 @@ import graphs
 import kvcache
 import rollout
 from data import DataOrder, Problem, Rollout, pack
+from draw import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
 from forward import forward_policy
 from model import Transformer, head_size, packed_attention
-from rollout import Sampler, Truncation, collect, draw, has_signal, mix, response_key, uniforms
+from rollout import Sampler, collect, has_signal
 from scheduler import Batch
 from verify import Verdict
 
@@ -56,14 +57,11 @@ def tokens(rollouts):
 def test_uniforms_are_splitmix_of_key_and_counter():
     key = response_key(1, 2, 3, 4)
     got = uniforms(torch.tensor([key] * 3), torch.tensor([0, 1, 1000]))
-    exact = [
-        (mix((key + (t + 1) * rollout.GOLDEN) & rollout.MASK64) >> 12) * 2.0**-52
-        for t in (0, 1, 1000)
-    ]
+    exact = [(mix((key + (t + 1) * GOLDEN) & MASK64) >> 12) * 2.0**-52 for t in (0, 1, 1000)]
     assert got.tolist() == exact
     # Published first outputs of SplitMix64 with seed 0.
-    assert mix(rollout.GOLDEN) == 0xE220A8397B1DCDAF
-    assert mix(2 * rollout.GOLDEN & rollout.MASK64) == 0x6E789E6AA1B965F4
+    assert mix(GOLDEN) == 0xE220A8397B1DCDAF
+    assert mix(2 * GOLDEN & MASK64) == 0x6E789E6AA1B965F4
 
 
 def test_every_part_of_the_key_matters():
@@ -139,7 +137,7 @@ def plain_loop(model, prompt, key, max_new_tokens, temperature, stops, size=None
         hidden = model.model(torch.tensor(ids), torch.arange(len(ids)), attend)[-1]
         logits = (model.head_weight[:size].double() @ hidden.double()) / (temperature or 1)
         p = logits.softmax(-1)
-        counter = (key + (len(logprobs) + 1) * rollout.GOLDEN) & rollout.MASK64
+        counter = (key + (len(logprobs) + 1) * GOLDEN) & MASK64
         u = (mix(counter) >> 12) / 2**52
         token = int((p.cumsum(0) <= u).sum()) if temperature else int(p.argmax())
         ids.append(token)
