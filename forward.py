@@ -32,7 +32,7 @@ def micro_batches(
         for i in rows
     ]
     shares = partition(costs, config.max_tokens_per_micro_batch, distributed.world_size())
-    mine, quiet = shares[distributed.rank()], distributed.rank() > 0
+    mine, quiet = shares[distributed.rank()], distributed.rank() > 0 or None  # None: a log file
     for share in tqdm(mine, what, unit="micro-batch", leave=False, delay=2, disable=quiet):
         yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)
 

@@ -41,10 +41,8 @@ def transitions(policy, tokenizer) -> Tensor:
             attend = packed_attention(bounds, len(ids))
             hidden = policy.model(ids, segment_positions(bounds, len(ids)), attend)
             chances = policy.logits(hidden).softmax(-1)[:, digits].double()
-            digit, at = (
-                start,
-                len(prompt) + 1,
-            )  # <think>, then three tokens a step: step, digit, mark
+            # <think>, then three tokens a step: step, digit, mark
+            digit, at = start, len(prompt) + 1
             for step in range(LONGEST, 0, -1):
                 table[step, doubt, digit] = chances[at]
                 digit, at = RESULTS[step, digit], at + 3
