@@ -16,7 +16,6 @@ class Row:
 
     rollout: Rollout
     pages: list[int]
-    shared: int  # so many pages, at the start, may also be read by others of its group
 
     @property
     def last(self) -> int:
@@ -91,12 +90,12 @@ class Batch:
         full, rest = divmod(len(r.problem.prompt_ids) - 1, self.cache.page)
         self.waiting[problem] -= 1
         if self.waiting[problem]:
-            row = Row(r, self.cache.share(self.prompts[problem][:full]), full)
+            row = Row(r, self.cache.share(self.prompts[problem][:full]))
             if rest:
                 row.pages += self.cache.take(1)
                 copied = [(self.prompts[problem][full], row.pages[full])]
         else:  # the last one keeps the pages
-            row = Row(r, self.prompts.pop(problem), full)
+            row = Row(r, self.prompts.pop(problem))
         row.pages += self.cache.take(self.cache.pages(row.stored) - len(row.pages))
         self.rows.append(row)
         self._view = None
@@ -137,5 +136,6 @@ class Batch:
         """Page table of the rows."""
         if self._view is None:
             tables = [row.pages for row in self.rows]
-            self._view = self.cache.view(tables, [row.shared for row in self.rows])
+            self.cache.compact([*tables, *self.prompts.values()])
+            self._view = self.cache.view(tables)
         return self._view
