@@ -252,15 +252,15 @@ class Sampler:
         for i in range(steps):
             drawn.append(step(last, lengths + i, keys, counts + i))
             last = drawn[-1][0]
-        tokens, logprobs = (torch.stack(x, 1).tolist() for x in zip(*drawn, strict=True))
-        for row, values in zip(batch.rows, logprobs, strict=True):
-            if not all(map(math.isfinite, values)):
-                raise FloatingPointError(
-                    f"a sampled log-prob of problem {row.rollout.problem.id} is not finite: the "
-                    "weights are not, or the logits overflow. In training, go back to a checkpoint "
-                    "and lower --lr."
-                )
-        return tokens, logprobs
+        tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*drawn, strict=True))
+        finite = logprobs.isfinite().all(1)
+        if not finite.all():
+            problem = batch.rows[int(finite.int().argmin())].rollout.problem
+            raise FloatingPointError(
+                f"a sampled log-prob of problem {problem.id} is not finite: the weights are not, "
+                "or the logits overflow. In training, go back to a checkpoint and lower --lr."
+            )
+        return tokens.tolist(), logprobs.tolist()
 
     def _extend(
         self, r: Rollout, tokens: Sequence[int], logprobs: Sequence[float], max_new_tokens: int
