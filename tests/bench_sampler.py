@@ -24,6 +24,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 os.environ["TQDM_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from kvcache import paged_kernel
 from model import Transformer, head_size
 from rollout import Sampler
 
@@ -56,7 +57,8 @@ class Case:
 
     def run_ours(self, round_):
         """Useful tokens of all prompts, with what the sampler counted."""
-        sampler = Sampler(self.ours, self.eos, self.slots)
+        graphs = self.device == "cuda" and paged_kernel() is not None
+        sampler = Sampler(self.ours, self.eos, self.slots, cuda_graphs=graphs)
         rollouts = sampler.generate(self.prompts, self.n, self.new, seed=round_)
         return sum(len(r.response_ids) for r in rollouts), sampler
 
@@ -182,7 +184,10 @@ def main():
         "tiny, skewed, prompts of 256": dict(
             tiny, prompts=32, n=8, prompt=256, new=256, stops=True
         ),
-        "tiny, equal, 16 + 128": dict(tiny, prompts=64, n=1, prompt=16, new=128, stops=False),
+        "tiny, equal, 8 x 8, 64 + 128": dict(tiny, prompts=8, n=8, prompt=64, new=128, stops=False),
+        "tiny, equal, 64 x 1, 16 + 128": dict(
+            tiny, prompts=64, n=1, prompt=16, new=128, stops=False
+        ),
         "135M shape, 8 rows, equal, 32 + 64": dict(
             model=SMOLLM2, slots=8, device=device, prompts=8, n=1, prompt=32, new=64, stops=False
         ),
