@@ -84,8 +84,6 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     ranks = distributed.world_size()
     if config.async_steps and ranks > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
-    if config.async_steps and config.cuda_graphs:
-        raise ConfigError("--cuda-graphs cannot be recorded beside an update; leave it out.")
     if concern := plan.concern(shape, config, device, ranks):
         print0(f"WARNING: {concern}", file=sys.stderr)
     open_run_directory(folder)

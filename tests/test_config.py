@@ -18,6 +18,7 @@ def test_kebab_and_snake_flags_and_negated_booleans():
     config = parse(["--max-prompt-tokens", "5", "--max_response_tokens=7", "--no-dynamic-sampling"])
     assert (config.max_prompt_tokens, config.max_response_tokens) == (5, 7)
     assert config.dynamic_sampling is False
+    assert parse(["--no_dynamic_sampling", "--dynamic-sampling"]).dynamic_sampling is True
 
 
 def test_a_flag_can_switch_off_what_the_recipe_switches_on():
@@ -67,7 +68,7 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(num_critic_only_steps=40), ["--num-critic-only-steps", "steps (40)"]),
         (dict(partial_rollout=True), ["--partial-rollout", "--over-sampling"]),
         (dict(aggregation="mean"), ["--aggregation", "token-mean"]),
-        (dict(temperature=0.0), ["--temperature", "above 0"]),
+        (dict(temperature=0.0), ["--temperature", "[0.01, 100]"]),
         (dict(lr=-1.0), ["--lr", "negative"]),
         (dict(is_low=6.0), ["--is-low", "is_high"]),
         (dict(algorithm="ppo", gae_lambda=7.0), ["--gae-lambda", "7.0", "[0, 1]"]),
@@ -80,7 +81,7 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(kv_cache_tokens=383), ["--kv-cache-tokens", "383", "384"]),
         (dict(max_staleness=1), ["--max-staleness", "--partial-rollout"]),
         (dict(partial_mask_old=True), ["--partial-mask-old", "--partial-rollout"]),
-        (dict(eval_top_p=0.0), ["--eval-top-p", "above 0"]),
+        (dict(eval_top_p=0.0), ["--eval-top-p", "(0, 1]"]),
         (dict(eval_min_p=1.5), ["--eval-min-p", "[0, 1]"]),
         (dict(seed=10**30), ["--seed", "4294967295"]),
         (dict(seed=-1), ["--seed", "-1"]),
@@ -95,7 +96,7 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(length_reward_weight=-3.0), ["--length-reward-weight", "negative"]),
         (dict(length_reward_min_spread=-5), ["--length-reward-min-spread", "negative"]),
         (dict(log_samples=-7), ["--log-samples", "-7"]),
-        (dict(max_pass_rate=0.0), ["--max-pass-rate", "above 0"]),
+        (dict(max_pass_rate=0.0), ["--max-pass-rate", "(0, 1]"]),
         (dict(clip_low=2.0), ["--clip-low", "2", "ratio"]),
     ],
 )
@@ -192,7 +193,7 @@ def test_a_recipe_edited_before_a_resume_is_said_to_be_ignored(tmp_path, capsys)
     recipe.write_text("algorithm: ppo\nlr: 2e-6\nseed: 5\ncritic_lr: 1.0\n")
     assert parse([*resume, "--critic-lr", "3"]).lr == 1e-6
     (line,) = capsys.readouterr().err.splitlines()
-    assert "lr 1e-06, not 2e-06; seed 0, not 5 of" in line and "critic_lr" not in line
+    assert "seed 0, not 5; lr 1e-06, not 2e-06 of" in line and "critic_lr" not in line
 
 
 def test_critic_mode_accepts_group_size_one():
