@@ -33,6 +33,8 @@ from rundir import read_rows
 from scores import pass_at_k
 from verify import UNDECIDED
 
+ALARMS = "no_box no_signal verifier truncated dead_critic mismatch entropy".split()
+
 
 class Sums:
     """Metrics as sums of numerators and denominators over micro-batches, minibatches and ranks;
@@ -111,15 +113,24 @@ def is_repetitive(text: str) -> bool:
     return len(text) > 10_000 and len(tail) > 10 * len(zlib.compress(tail, 9))
 
 
-def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
-    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
-    the numbers.
-    """
-    ended = [r for group in collected.finished for r in group]
+def mean(xs: Sequence[float]) -> float:
+    """NaN for the mean of nothing."""
+    return sum(xs) / len(xs) if xs else math.nan
+
+
+def kept_and_dropped(collected: Collected) -> tuple[list[Rollout], list[Rollout]]:
+    """The responses that train, and the others that ended."""
     kept = [r for group in collected.groups for r in group]
-    chosen = {group[0].group for group in collected.groups}
-    dropped = [r for r in ended if r.group not in chosen]
-    count, mean = collected.counts, lambda xs: sum(xs) / len(xs) if xs else math.nan
+    chosen = {r.group for r in kept}
+    return kept, [r for group in collected.finished for r in group if r.group not in chosen]
+
+
+def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[str, float]:
+    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
+    the numbers. version: that of the weights which this step trains.
+    """
+    count, (kept, dropped) = collected.counts, kept_and_dropped(collected)
+    ended = [r for group in collected.finished for r in group]
     groups = [[r.reward for r in group] for group in collected.finished]
     signal = group_signal(groups)
     reasons = Counter(r.reason for r in ended)
@@ -154,13 +165,13 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
         metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
+    metrics["version_lag"] = version - mean([v for r in kept for v in r.weight_versions])
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
 def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     """Of graded groups of one size: accuracy, and pass@k for the powers of two up to that size."""
     ended, n = [r for group in groups for r in group], len(groups[0])
-    mean = lambda xs: sum(xs) / len(xs)
     right = [sum(r.correct == 1 for r in group) for group in groups]
     metrics = {"accuracy": mean([r.correct for r in ended])}
     for k in (2**i for i in range(n.bit_length())):
@@ -168,12 +179,6 @@ def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     metrics["response_length_mean"] = mean([len(r.response_ids) for r in ended])
     metrics["truncated_share"] = mean([r.finish_reason == "length" for r in ended])
     return {f"eval/{name}": value for name, value in metrics.items()}
-
-
-def version_lag(groups: Sequence[Sequence[Rollout]], version: int) -> float:
-    """Mean number of policy updates between the weights that drew a token and those it trains."""
-    versions = [v for group in groups for r in group for v in r.weight_versions]
-    return version - sum(versions) / len(versions) if versions else math.nan
 
 
 def score_metrics(
@@ -261,19 +266,17 @@ def write_rollouts(
     """
     if distributed.rank() > 0 or log_samples == 0:
         return
-    kept = [r for group in collected.groups for r in group]
-    rows = [sample_row(step, r, True) for r in kept[: None if log_samples < 0 else log_samples]]
-    for i, row in enumerate(rows):
-        length = row["response_length"]
-        row |= {
-            name: [round(v, 6) for v in x[i, :length].tolist()]
-            for name, x in tokens.items()
-            if x is not None
-        }
-    trained = {r.group for r in kept}
-    others = [r for group in collected.finished for r in group if r.group not in trained]
-    room = None if log_samples < 0 else log_samples - len(rows)
-    rows += [sample_row(step, r, False) for r in others[:room]]
+    kept, dropped = kept_and_dropped(collected)
+    rows = []
+    for i, r in enumerate((kept + dropped)[: None if log_samples < 0 else log_samples]):
+        row = sample_row(step, r, kept=i < len(kept))
+        if row["kept"]:
+            row |= {
+                name: [round(v, 6) for v in x[i, : row["response_length"]].tolist()]
+                for name, x in tokens.items()
+                if x is not None
+            }
+        rows.append(row)
     append(folder / "rollouts.jsonl", rows)
 
 
@@ -307,11 +310,6 @@ def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
     os.truncate(shutil.copy(file, scratch), size_up_to(file, step - 1))
     append(scratch, [row])
     scratch.replace(file)
-
-
-def holds_rows(file: Path) -> bool:
-    """A JSONL file with at least one row."""
-    return file.exists() and file.stat().st_size > 0
 
 
 def forget_after(file: Path, step: int) -> None:
@@ -438,57 +436,52 @@ def alarms(
     as a metric. undecided: rollout/undecided_share of the steps before.
     """
     m = defaultdict(lambda: math.nan, metrics)  # a comparison with NaN raises no alarm
-    verifier = verifier_alarm(m, config.group_size, undecided)
-    stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
-    start = state.start_entropy or math.nan
-    found = {
-        "no_box": (
-            m["rollout/verdict_no_box"] > 0.5,
+    found = dict.fromkeys(ALARMS, "")
+    if m["rollout/verdict_no_box"] > 0.5:
+        found["no_box"] = (
             f"{m['rollout/verdict_no_box']:.0%} of the responses put nothing in \\boxed{{}}, which "
             "counts as wrong. Ask for it in the prompt (--prompt-suffix), or raise "
-            "--max-response-tokens if they are cut off before.",
-        ),
-        "no_signal": (
-            state.empty_steps > 0,
+            "--max-response-tokens if they are cut off before."
+        )
+    if state.empty_steps:
+        found["no_signal"] = (
             f"no group kept of {m['rollout/groups_finished']} sampled, {state.empty_steps} steps "
             f"in a row: every group was all right ({m['rollout/all_right_share']:.0%}) or all "
             f"wrong ({m['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
-            "another difficulty, a larger --group-size or more --max-refills.",
-        ),
-        "verifier": (bool(verifier), verifier),
-        "truncated": (
-            m["rollout/truncated_share"] == 1,
+            "another difficulty, a larger --group-size or more --max-refills."
+        )
+    found["verifier"] = verifier_alarm(m, config.group_size, undecided)
+    if m["rollout/truncated_share"] == 1:
+        found["truncated"] = (
             "every response (100%) was cut off; raise --max-response-tokens or check the model's "
-            "stop ids.",
-        ),
-        "dead_critic": (
-            m["critic/updates"] > 1 and stuck,
+            "stop ids."
+        )
+    stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
+    if m["critic/updates"] > 1 and stuck:
+        found["dead_critic"] = (
             f"the critic is dead: V spreads by {m['critic/v_std']:.1e} around "
             f"{m['critic/v_mean']:.4f} after {m['critic/updates']} updates, and this step moved "
-            f"its head by {m['critic/head_movement']:.1e}. Check --critic-lr ({config.critic_lr}).",
-        ),
-        "mismatch": (
-            m["policy/mismatch_abs"] > 0.05,
-            mismatch_alarm(m["policy/mismatch_abs"], config),
-        ),
-        "entropy": (
-            m["policy/entropy"] < 0.05 * start,
-            f"the entropy fell to {m['policy/entropy']:.4f} nats a token, "
-            f"{m['policy/entropy'] / start:.1%} of its start: responses stop to differ. Go "
-            "back to an earlier checkpoint with a lower --lr, a larger --clip-high or an "
-            "--entropy-coef.",
-        ),
-    }
-    for is_raised, sentence in found.values():
-        if is_raised:
-            warn(state.step, sentence)
-    return {f"alarm/{name}": float(is_raised) for name, (is_raised, _) in found.items()}
+            f"its head by {m['critic/head_movement']:.1e}. Check --critic-lr ({config.critic_lr})."
+        )
+    if m["policy/mismatch_abs"] > 0.05:
+        found["mismatch"] = mismatch_alarm(m["policy/mismatch_abs"], config)
+    of_start = m["policy/entropy"] / (state.start_entropy or math.nan)
+    if of_start < 0.05:
+        found["entropy"] = (
+            f"the entropy fell to {m['policy/entropy']:.4f} nats a token, {of_start:.1%} of its "
+            "start: responses stop to differ. Go back to an earlier checkpoint with a lower --lr, "
+            "a larger --clip-high or an --entropy-coef."
+        )
+    for sentence in filter(None, found.values()):
+        warn(state.step, sentence)
+    return {f"alarm/{name}": float(bool(sentence)) for name, sentence in found.items()}
 
 
 def summary(step: int, steps: int, m: dict[str, float]) -> str:
     """The metrics of a step that fit one line."""
-    parts = [f"step {step}/{steps}", f"reward {m['rollout/reward_mean']:.3f}"]
-    parts += [
+    parts = [
+        f"step {step}/{steps}",
+        f"reward {m['rollout/reward_mean']:.3f}",
         f"length {m['rollout/response_length_mean']:.0f}",
         f"zero-var {m['rollout/zero_variance_share']:.2f}",
     ]

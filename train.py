@@ -130,14 +130,13 @@ def learn(
     """Steps 2 to 7 on the groups of a step, and its samples; returns the metrics."""
     config = run.config
     add_overlong_penalty(collected, config)
-    metrics = books.rollout_metrics(collected, config)
-    lag = books.version_lag(collected.groups, state.sampler.weight_version)
-    metrics["rollout/version_lag"] = lag
+    metrics = books.rollout_metrics(collected, config, state.sampler.weight_version)
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
     on_device = lambda part: at_work(*state.part(part), run.device, config)
     if kept:
         batch = to_batch(kept, run.device, state.sampler.weight_version)
+        mask = loss_mask(batch, config)
         token_rewards, raw_token_rewards = shape_rewards(batch, config)
         if state.critic is not None:
             with clock("score_critic"), on_device("critic"):
@@ -149,18 +148,14 @@ def learn(
             with clock("update_critic"), on_device("critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
         # Behind that update, which stops the run if one of these values is not finite.
-        metrics |= books.write_audit(
-            run.folder, state.step + 1, batch, loss_mask(batch, config), values, advantages
-        )
+        metrics |= books.write_audit(run.folder, state.step + 1, batch, mask, values, advantages)
         warm = state.critic is None or state.step >= config.num_critic_only_steps
-        if warm and loss_mask(batch, config).any():
+        if warm and mask.any():
             with clock("score_policy"), on_device("policy"):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"), on_device("policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-            metrics |= books.score_metrics(
-                batch, loss_mask(batch, config), old_logprobs, entropy, advantages
-            )
+            metrics |= books.score_metrics(batch, mask, old_logprobs, entropy, advantages)
     tokens = {"values": values, "advantages": advantages}
     books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
     return metrics
@@ -258,13 +253,10 @@ def update_critic(
     mask, head, updates = batch.response_mask, state.critic.value_head, state.critic_steps
     before = distributed.full(head.weight.detach()).clone()
     given = {"old_values": old_values, "returns": returns}
-    for rows in minibatches(
-        batch, config, state.step, config.epochs_per_step * config.critic_updates_per_step
-    ):
-        warm = state.critic_steps < config.critic_lr_warmup_steps
-        lr = config.critic_lr * (
-            state.critic_steps / config.critic_lr_warmup_steps if warm else 1.0
-        )
+    warmup = config.critic_lr_warmup_steps
+    epochs = config.epochs_per_step * config.critic_updates_per_step
+    for rows in minibatches(batch, config, state.step, epochs):
+        lr = config.critic_lr * (min(1.0, state.critic_steps / warmup) if warmup else 1.0)
         given["row_weights"] = row_weights("token-mean", batch, mask, rows)
         update(run, state, "critic", batch, rows, given, lr, sums)
         state.critic_steps += 1

@@ -150,7 +150,8 @@ def begin(folder, *flags):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, **pipes)
     deadline = time.time() + 120
-    while not books.holds_rows(folder / "metrics.jsonl") and time.time() < deadline:
+    file = folder / "metrics.jsonl"
+    while not (file.exists() and file.stat().st_size) and time.time() < deadline:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -234,7 +235,7 @@ def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):
         "os.truncate = lambda *args: (time.sleep(1), cut(*args))\n"
         f"file = pathlib.Path({str(file)!r})\n"
         "books.forget_after(file, 0)\n"
-        "os.write(1, b'rank %d holds %r\\n' % (rank, books.holds_rows(file)))\n"  # one piece
+        "os.write(1, b'rank %d holds %r\\n' % (rank, file.stat().st_size > 0))\n"  # one piece
     )
     result, _ = launch(tmp_path, body)
     assert "rank 0 holds False" in result.stdout and "rank 1 holds False" in result.stdout
