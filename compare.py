@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import distributed
 from config import ROOT
-from rundir import read_rows
+from rundir import config_of, read_rows
 from scores import resamples
 from train import EMPTY_STEPS
 
@@ -150,18 +150,13 @@ def read_metrics(folder: Path) -> list[dict]:
     return list(read_rows(folder / "metrics.jsonl"))
 
 
-def read_config(folder: Path) -> dict:
-    """Fields of a run."""
-    return json.loads((folder / "config.json").read_text())
-
-
 def is_complete(folder: Path) -> bool:
     """The last step of the run is in its metrics, or train.py gave up for want of a signal."""
     rows = read_metrics(folder)
     if not rows:
         return False
     gave_up = all(row.get("rollout/groups_kept") == 0 for row in rows[-EMPTY_STEPS:])
-    return gave_up or rows[-1]["step"] == read_config(folder)["steps"]
+    return gave_up or rows[-1]["step"] == config_of(folder)["steps"]
 
 
 def execute(job: Job, root: Path) -> None:
@@ -251,7 +246,7 @@ def real_jobs(root: Path) -> list[Job]:
 def read_run(job: Job, root: Path) -> dict:
     """Held-out accuracy over sampled tokens, seconds, and what the critic cost and knew."""
     folder = job.folder(root)
-    rows, size = read_metrics(folder), read_config(folder)["group_size"]
+    rows, size = read_metrics(folder), config_of(folder)["group_size"]
     tokens, curve = 0.0, []
     for row in rows:
         # Every response counts, kept or not; without over-sampling none is aborted.

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rundir import file_of, first_wrong_token, read_rows, right_response
+from embeddedtask import first_wrong_token, right_response
+from rundir import file_of, read_rows
 
 # Figures by file name, their panels by title, curves by label: metrics of metrics.jsonl.
 # fmt: off

@@ -12,7 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rundir import config_of, file_of, first_wrong_token, part_of, read_rows, token_texts
+from embeddedtask import first_wrong_token
+from rundir import config_of, file_of, part_of, read_rows, token_texts
 
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response

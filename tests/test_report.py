@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 import diagnose
+import embeddedtask
 import report
 import rundir
 from assets import make_assets
@@ -167,8 +168,8 @@ def test_the_right_response_is_the_one_of_the_script():
         chain = [(op[0], op[2], int(op[3])) for op in operations]
         prompt = make_assets.chat_prompt(tokenizer, problem["prompt"])
         expected = make_assets.write_response(int(start), chain)
-        assert rundir.right_response(prompt) == expected
-    assert rundir.right_response("What is 3 + 4?") is None
+        assert embeddedtask.right_response(prompt) == expected
+    assert embeddedtask.right_response("What is 3 + 4?") is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_the_right_response_is_the_one_of_the_script():
 )
 def test_the_first_wrong_token_by_hand(tokenizer, response, stop, index):
     ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    found = rundir.first_wrong_token(
+    found = embeddedtask.first_wrong_token(
         dict(
             prompt=make_assets.chat_prompt(tokenizer, "3 a:+4 b:-9"),
             response=response,
@@ -197,7 +198,7 @@ def test_the_first_wrong_token_by_hand(tokenizer, response, stop, index):
 
 def test_v_falls_where_the_critic_sees_the_slip(tmp_path, tokenizer):
     wrong, right = row(tokenizer, 3, 0), row(tokenizer, 3, 1, reward=1.0)
-    at = rundir.first_wrong_token(wrong)
+    at = embeddedtask.first_wrong_token(wrong)
     wrong["values"] = [0.6] * (at + 1) + [0.1] * (len(wrong["values"]) - at - 1)
     right["values"] = [0.6] * len(right["values"])
     fall = diagnose.fall_of_v(write_run(tmp_path / "r", [wrong, right]))
@@ -245,4 +246,4 @@ def test_a_broken_character_at_the_end_is_shown_as_one():
 
 def test_token_texts_of_the_embedded_tokenizer(tokenizer):
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert rundir.token_texts(tokenizer, ids) == rundir.PIECES.findall(TEXT)
+    assert rundir.token_texts(tokenizer, ids) == embeddedtask.PIECES.findall(TEXT)
