@@ -145,14 +145,9 @@ def write_noisy(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Rows of a run, [] before its first."""
-    return list(read_rows(folder / "metrics.jsonl"))
-
-
 def is_complete(folder: Path) -> bool:
     """The last step of the run is in its metrics, or train.py gave up for want of a signal."""
-    rows = read_metrics(folder)
+    rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
         return False
     gave_up = all(row.get("rollout/groups_kept") == 0 for row in rows[-EMPTY_STEPS:])
@@ -246,7 +241,7 @@ def real_jobs(root: Path) -> list[Job]:
 def read_run(job: Job, root: Path) -> dict:
     """Held-out accuracy over sampled tokens, seconds, and what the critic cost and knew."""
     folder = job.folder(root)
-    rows, size = read_metrics(folder), config_of(folder)["group_size"]
+    rows, size = list(read_rows(folder / "metrics.jsonl")), config_of(folder)["group_size"]
     tokens, curve = 0.0, []
     for row in rows:
         # Every response counts, kept or not; without over-sampling none is aborted.
@@ -315,21 +310,16 @@ def as_text(table: list[dict], reference: str | None) -> str:
     against = f"mean against {reference}|end against {reference}" if reference else "|"
     heads = f"labels|algorithm|lr|seeds|mean|end|{against}|seconds"
     heads = [*heads.split("|"), "critic's share", "EV within groups", "mid AUC", "end AUC"]
+    change = lambda middle, low, high: f"{middle[0]:+.3f} ({low[0]:+.3f} to {high[0]:+.3f})"
     lines = [heads, ["---"] * len(heads)]
     for row in table:
-        changes = [row.get(f"{name}_difference", []) for name in ("area", "end")]
-        lines.append(
-            [
-                *(row["variant"], row["label"], row["rate"], str(row["seeds"])),
-                *(f"{row['area']:.3f}", f"{row['end']:.3f}"),
-                *(
-                    "{:+.3f} ({:+.3f} to {:+.3f})".format(*(x for (x,) in c)) if c else ""
-                    for c in changes
-                ),
-                *(f"{row['seconds']:.0f}", f"{row['critic_seconds'] / row['seconds']:.0%}"),
-                *(f"{row[key]:.2f}" if key in row else "" for key in CRITIC_KEYS),
-            ]
-        )
+        cells = [row["variant"], row["label"], row["rate"], str(row["seeds"])]
+        cells += [f"{row['area']:.3f}", f"{row['end']:.3f}"]
+        paired = "area_difference" in row
+        cells += [change(*row[f"{name}_difference"]) if paired else "" for name in ("area", "end")]
+        cells += [f"{row['seconds']:.0f}", f"{row['critic_seconds'] / row['seconds']:.0%}"]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in CRITIC_KEYS]
+        lines.append(cells)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
