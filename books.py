@@ -101,8 +101,8 @@ def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     flat = [statistics.mean(rewards) for rewards in groups if statistics.pvariance(rewards) < 0.01]
     share = lambda count: count / len(groups) if groups else math.nan
     return {
-        "solve_all": share(sum(mean > 0.99 for mean in flat)),
-        "solve_none": share(sum(mean < 0.01 for mean in flat)),
+        "solve_all": share(sum(x > 0.99 for x in flat)),
+        "solve_none": share(sum(x < 0.01 for x in flat)),
         "no_grad": share(len(flat)),
     }
 
@@ -160,12 +160,12 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
         "version_spread_max": max(map(spread, kept), default=0),
+        "version_lag": version - mean([v for r in kept for v in r.weight_versions]),
     }
     if "format" in reward_weights(config.reward_mix):
         metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
-    metrics["version_lag"] = version - mean([v for r in kept for v in r.weight_versions])
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 

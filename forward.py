@@ -1,5 +1,5 @@
-"""The models at work on the responses of a step: micro-batches shared out over ranks, scores of
-every token, the loss of a micro-batch.
+"""The models at work on the responses of a step: minibatches, micro-batches shared out over ranks,
+scores of every token, the loss of a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,34 @@ OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
     "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
 ).split()
+
+
+def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
+    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
+    (almost) equal size.
+    """
+    for epoch in range(epochs):
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
+        rows = torch.randperm(len(batch.rollouts), generator=generator)
+        yield from (
+            part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
+        )
+
+
+def row_weights(
+    mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None
+) -> Tensor:
+    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the
+    others.
+    """
+    counts = mask.sum(1)
+    chosen = torch.zeros_like(counts, dtype=torch.bool)
+    chosen[rows] = True
+    # A response without a trained token (overlong filter) leaves every count.
+    kept = chosen & (counts > 0)
+    return losses.aggregation_weights(
+        mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
+    )
 
 
 def micro_batches(

@@ -43,7 +43,14 @@ from config import Config, parse, reward_weights
 from data import Batch, to_batch
 from distributed import print0
 from draw import Truncation
-from forward import LOSSES, micro_batches, score_critic, score_policy
+from forward import (
+    LOSSES,
+    micro_batches,
+    minibatches,
+    row_weights,
+    score_critic,
+    score_policy,
+)
 from optimizer import at_work, optimizer_step
 from replay import replay, save_replay
 from rewards import has_format
@@ -357,34 +364,6 @@ def nonfinite_error(
     newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
     return FloatingPointError(
         f"{reason}. Nothing was changed by it, and {newest}; look at the cause with --replay {file}"
-    )
-
-
-def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
-    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
-    (almost) equal size.
-    """
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
-        rows = torch.randperm(len(batch.rollouts), generator=generator)
-        yield from (
-            part.tolist() for part in rows.tensor_split(config.minibatches_per_step) if len(part)
-        )
-
-
-def row_weights(
-    mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None
-) -> Tensor:
-    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the
-    others.
-    """
-    counts = mask.sum(1)
-    chosen = torch.zeros_like(counts, dtype=torch.bool)
-    chosen[rows] = True
-    # A response without a trained token (overlong filter) leaves every count.
-    kept = chosen & (counts > 0)
-    return losses.aggregation_weights(
-        mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
     )
 
 
