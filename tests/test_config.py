@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, ConfigError, parse
+from config import CHOICES, Config, ConfigError, contains, parse
 from losses import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +106,28 @@ def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_every_number_has_a_range_that_holds_its_default():
+    for f in fields(Config):
+        kind, allowed = str(f.type), f.metadata["allowed"]
+        assert allowed or not ("int" in kind or "float" in kind), f.name
+        if f.default is not None and allowed:
+            inside = f.default in allowed if f.name in CHOICES else contains(allowed, f.default)
+            assert inside, f.name
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("(0, 1]", [1e-9, 1], [0, 1.1, math.nan, math.inf]),
+        ("[-1, inf)", [-1, 7], [-2, math.inf, math.nan]),
+        ("(1, inf]", [2, math.inf], [1, -math.inf]),
+    ],
+)
+def test_an_interval_holds_what_it_says(interval, inside, outside):
+    assert all(contains(interval, x) for x in inside)
+    assert not any(contains(interval, x) for x in outside)
 
 
 FLOATS = [f.name for f in fields(Config) if "float" in str(f.type)]
