@@ -111,8 +111,8 @@ class Config:
     critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup", "[0, inf)")
     optimizer: str = _f("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate. Muon's steps change by up to a percent with micro-batches and ranks: torch orthogonalises in bfloat16, which enlarges the rounding of sums", ("adamw", "muon"))
     weight_decay: float = _f(0.1, "decay of matrices; norms, biases and the value head are not decayed", "[0, inf)")
-    adam_beta1: float = _f(0.9, "AdamW beta 1", "[0, 1)")
-    adam_beta2: float = _f(0.98, "AdamW beta 2", "[0, 1)")
+    adam_beta1: float = _f(0.9, "AdamW beta 1", "[0, 0.9999999]")
+    adam_beta2: float = _f(0.98, "AdamW beta 2", "[0, 0.9999999]")
     adam_eps: float = _f(1e-8, "AdamW epsilon", "(0, inf)")
     max_grad_norm: float = _f(1.0, "global gradient norm clip, policy and critic apart", "(0, inf]")
 
@@ -254,6 +254,7 @@ class Config:
 # How a message puts an interval; others it shows as they are.
 IN_WORDS = {
     "(0, inf)": "be above 0",
+    "(0, inf]": "be above 0",
     "[0, inf)": "not be negative",
     "[0, inf]": "not be negative",
     "(1, inf]": "be above 1, or unset",
