@@ -45,6 +45,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def ranks_here() -> int:
+    """Number of processes on this machine, of which there may be several."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
+
+
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:

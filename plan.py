@@ -302,7 +302,7 @@ def gpu_memory(config: Config) -> float:
 
 
 def machine_memory(device: torch.device, nproc: int) -> float:
-    """Bytes of this GPU, or this process's share of the machine's RAM."""
+    """Bytes of this GPU, or a process's share of this machine's RAM, which has `nproc` of them."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return host_memory() / nproc
@@ -313,18 +313,21 @@ def host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def concern(model: PretrainedConfig, config: Config, device: torch.device, ranks: int) -> str:
+def concern(
+    model: PretrainedConfig, config: Config, device: torch.device, ranks: int, here: int
+) -> str:
     """A sentence if this machine has too little memory by plan, else "". A plan is no measurement,
-    so nothing is refused for it. ranks: those there are, which torchrun may have started.
+    so nothing is refused for it. ranks: those there are, which torchrun may have started; `here` of
+    them on this machine.
     """
     config = replace(config, nproc=ranks)
-    plan = make_plan(model, config, machine_memory(device, ranks))
+    plan = make_plan(model, config, machine_memory(device, here))
     if not plan.fits:
         here = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
         return f"by plan {plan.verdict()}; {here} shows where it goes and what to change."
-    if plan.host > host_memory():
+    if (host := plan.host * here / ranks) > host_memory():
         return (
-            f"--offload {config.offload} keeps {plan.host / GB:.1f} GB on the host, which has "
+            f"--offload {config.offload} keeps {host / GB:.1f} GB on the host, which has "
             f"{host_memory() / GB:.0f}; --plan shows the rest."
         )
     return ""

@@ -84,7 +84,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     ranks = distributed.world_size()
     if config.async_steps and ranks > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
-    if concern := plan.concern(shape, config, device, ranks):
+    if concern := plan.concern(shape, config, device, ranks, distributed.ranks_here()):
         print0(f"WARNING: {concern}", file=sys.stderr)
     open_run_directory(folder)
     lock = lock_directory(folder)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
+import distributed
 import plan
 import rollout
 import start
@@ -382,8 +383,26 @@ def test_a_start_counts_the_ranks_of_torchrun(monkeypatch):
     """Under torchrun --nproc is 1, and a run on eight GPUs would be warned of as if on one."""
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
     config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1")
-    concern = lambda ranks: plan.concern(MINICPM5_2B, config, torch.device("cuda"), ranks)
+    concern = lambda ranks: plan.concern(MINICPM5_2B, config, torch.device("cuda"), ranks, ranks)
     assert concern(8) == "" and "does not fit" in concern(1)
+
+
+def test_the_memory_of_a_machine_is_shared_by_the_ranks_on_it_alone(monkeypatch):
+    """Two machines of eight ranks were warned of as if all sixteen shared the memory of one."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert distributed.ranks_here() == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # started by neither torchrun nor us
+    assert distributed.ranks_here() == 16
+    config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1", "--offload=idle")
+    says = lambda kind, here: plan.concern(MINICPM5_2B, config, torch.device(kind), 16, here)
+    # On CPUs a rank, which needs 53 GB, has its share of the RAM.
+    monkeypatch.setattr(plan, "host_memory", lambda: 8 * 60 * GB)
+    assert says("cpu", 8) == "" and "52.7 GB of 30 at policy backward" in says("cpu", 16)
+    # On GPUs, of the 57 GB that --offload parks on hosts, one holds what its own ranks park.
+    monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
+    monkeypatch.setattr(plan, "host_memory", lambda: 30 * GB)
+    assert says("cuda", 8) == "" and "keeps 57.2 GB on the host" in says("cuda", 16)
 
 
 def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
