@@ -74,7 +74,6 @@ def position(state: State) -> dict:
     """Counters, data position and unfinished rollouts, in plain types and copied: sampling changes
     them in place.
     """
-    held = [*state.buffer, *(state.ahead.finished if state.ahead else [])]
     return {
         "step": state.step,
         "critic_steps": state.critic_steps,
@@ -82,7 +81,6 @@ def position(state: State) -> dict:
         "start_entropy": state.start_entropy,
         "weight_version": state.sampler.weight_version,
         "order": {k: _copied(v) for k, v in state.order.state_dict().items()},
-        "problems": {group[0].problem.index: digest(group[0].problem) for group in held},
         "buffer": [[plain(r) for r in group] for group in state.buffer],
         "ahead": state.ahead
         and {
@@ -95,19 +93,16 @@ def position(state: State) -> dict:
 
 
 def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None:
-    """Go to where `position` was called. Rollouts of a problem that an edited data file no longer
-    has in its place are dropped, with a sentence.
+    """Go to where `position` was called. What is known of a problem that an edited data file no
+    longer has in its place, rollouts and pass rate, is dropped, with a sentence.
     """
     state.step, state.critic_steps = saved["step"], saved["critic_steps"]
     state.empty_steps, state.start_entropy = saved["empty_steps"], saved["start_entropy"]
     state.sampler.weight_version = saved["weight_version"]
-    state.order.load_state_dict(saved["order"])
-    known = saved.get("problems", {})  # not in checkpoints of earlier versions
-    gone = {i for i, then in known.items() if digest(problems[i]) != then}
-    if gone:
+    if gone := state.order.load_state_dict(saved["order"]):
         print0(
-            f"WARNING: --data was edited: {len(gone)} of the problems with rollouts in hand are "
-            "not what they were; those rollouts are dropped.",
+            f"WARNING: --data was edited: {len(gone)} of its {len(problems)} problems are not what "
+            "they were; their pass rates and the rollouts in hand are dropped.",
             file=sys.stderr,
         )
     restored = lambda groups: [
@@ -123,11 +118,6 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
         state.ahead = Collected(
             kept, state.buffer, finished, Counter(ahead["counts"]), ahead["seconds"]
         )
-
-
-def digest(problem: Problem) -> int:
-    """Tells a problem from another one in its place; its id may be no more than that place."""
-    return zlib.crc32(json.dumps([problem.prompt, problem.label, problem.verifier]).encode())
 
 
 def plain(rollout: Rollout) -> dict:

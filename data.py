@@ -5,7 +5,9 @@
 "action `targets[t]`, taken in the state before it".
 """
 
+import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,11 @@ class Problem:
     prompt_ids: list[int]
     label: str
     verifier: str = "math"  # kind of problem: a key of rewards.VERIFIERS
+
+    @property
+    def digest(self) -> int:
+        """Tells a problem from another one in its place; its id may be no more than that place."""
+        return zlib.crc32(json.dumps([self.prompt, self.label, self.verifier]).encode())
 
 
 @dataclass
@@ -324,6 +331,7 @@ class DataOrder:
     `max_pass_rate` leaves out problems solved at least that often so far (no-positive-resampling,
     ScaleRL 2510.13786), unless that would leave none. `failure_weighted` draws with replacement in
     proportion to 1 - pass rate instead. A problem not yet tried counts as never solved.
+    `digests`, one per problem, tell after a resume which are still in their place.
     """
 
     def __init__(
@@ -332,8 +340,9 @@ class DataOrder:
         seed: int,
         max_pass_rate: float | None = None,
         failure_weighted: bool = False,
+        digests: Sequence[int] = (),
     ):
-        self.num_problems, self.seed = num_problems, seed
+        self.num_problems, self.seed, self.digests = num_problems, seed, list(digests)
         self.max_pass_rate, self.failure_weighted = max_pass_rate, failure_weighted
         self.drawn = 0
         self.tried, self.solved = [0] * num_problems, [0.0] * num_problems
@@ -342,7 +351,7 @@ class DataOrder:
     def draw(self) -> tuple[int, int]:
         """(number of the draw, index of the problem)."""
         index = self._weighted() if self.failure_weighted else self._next()
-        for _ in range(self.num_problems):
+        for _ in range(2 * self.num_problems):  # as far apart as two visits may be
             if self.max_pass_rate is None or self.pass_rate(index) < self.max_pass_rate:
                 break
             index = self._weighted() if self.failure_weighted else self._next()
@@ -374,16 +383,24 @@ class DataOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the very next draw."""
-        return {"drawn": self.drawn, "tried": self.tried, "solved": self.solved}
+        counts = {"drawn": self.drawn, "tried": self.tried, "solved": self.solved}
+        return counts | {"digests": self.digests}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; the problems must be the same."""
+    def load_state_dict(self, state: dict[str, Any]) -> set[int]:
+        """Go on from `state_dict`, with as many problems; returns the places that hold another one
+        than then, of which nothing is known.
+        """
         if len(state["tried"]) != self.num_problems:
             raise ValueError(
                 f"the checkpoint knows {len(state['tried'])} problems, --data holds "
                 f"{self.num_problems}; resume with the data of the run."
             )
-        self.drawn, self.tried, self.solved = state["drawn"], state["tried"], state["solved"]
+        then = state.get("digests", ())  # checkpoints of earlier versions have none
+        changed = {i for i, (a, b) in enumerate(zip(then, self.digests, strict=False)) if a != b}
+        still = lambda counts: [0 if i in changed else n for i, n in enumerate(counts)]
+        self.drawn = state["drawn"]
+        self.tried, self.solved = still(state["tried"]), still(state["solved"])
+        return changed
 
 
 # ---- tensors

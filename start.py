@@ -201,7 +201,13 @@ def begin(
         policy,
         make_optimizers(policy, config.lr, config),
         sampler,
-        DataOrder(len(problems), config.seed, config.max_pass_rate, config.failure_weighted),
+        DataOrder(
+            len(problems),
+            config.seed,
+            config.max_pass_rate,
+            config.failure_weighted,
+            [p.digest for p in problems],
+        ),
         reference=reference,
     )
     if losses.ALGORITHMS[config.algorithm].critic:

@@ -288,6 +288,34 @@ def test_solved_problems_are_left_out_unless_all_are_solved():
     assert {order.draw()[1] for _ in range(40)} == {0, 1, 2, 3}
 
 
+def test_no_solved_problem_is_drawn_while_one_is_left():
+    """Two visits of a problem may be nearly two epochs apart, and the search gave up after one."""
+    for seed in range(50):
+        order = DataOrder(4, seed, max_pass_rate=0.9)
+        for index in range(3):
+            order.record(index, [1] * 8)
+        assert {order.draw()[1] for _ in range(20)} == {3}
+
+
+def test_the_pass_rate_of_a_problem_is_not_that_of_another_in_its_place():
+    """After an edit of the data file it was: a new hard problem counted as solved."""
+    order = DataOrder(4, 0, max_pass_rate=0.9, digests=[10, 11, 12, 13])
+    for index in (0, 1, 2):
+        order.record(index, [1] * 8)
+    state = order.state_dict()
+    same, edited, unknown = (
+        DataOrder(4, 0, max_pass_rate=0.9, digests=digests)
+        for digests in ([10, 11, 12, 13], [10, 99, 12, 98], [])
+    )
+    assert same.load_state_dict(state) == unknown.load_state_dict(state) == set()
+    assert same.state_dict() == state
+    assert edited.load_state_dict(state) == {1, 3} and edited.drawn == order.drawn
+    rates = lambda order: [order.pass_rate(i) for i in range(4)]
+    assert rates(same) == rates(order) == [1, 1, 1, 0] and rates(edited) == [1, 0, 1, 0]
+    assert {same.draw()[1] for _ in range(9)} == {3}
+    assert {edited.draw()[1] for _ in range(9)} == {1, 3}
+
+
 def test_failure_weighted_draws_are_in_proportion_to_one_minus_pass_rate_and_resume():
     order = DataOrder(3, seed=1, failure_weighted=True)
     for index, rate in enumerate((0.0, 0.5, 1.0)):
