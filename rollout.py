@@ -545,7 +545,7 @@ def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: Data
     groups = {rollouts[0].group: rollouts for rollouts in distributed.gather(here)}
     pick = lambda numbers: [groups[number] for number in sorted(numbers)]
     kept, surplus = collector.kept[:wanted], collector.kept[wanted:]
-    aborted = [*pick(collector.running), *waiting]  # first in, first out
+    aborted = pick(collector.running)
     later = surplus if config.partial_rollout else []
     ended = pick(groups.keys() - collector.running.keys() - set(later))
     for group in ended:
@@ -558,7 +558,7 @@ def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: Data
     )
     for work in distributed.gather([collector.sampler.counts]):
         counts.update(work)
-    resume = [*pick(later), *aborted] if config.partial_rollout else []
+    resume = [*pick(later), *aborted, *waiting] if config.partial_rollout else []
     return Collected(pick(kept), resume, ended, counts)
 
 
@@ -608,8 +608,9 @@ def collect(
     if not collector.over:  # interrupted: the other ranks are to stop as well
         collector.agree()
     collected = conclude(collector, waiting, order)
-    collected.counts["regenerated"] = sum(map(stale, buffer))
-    collected.counts["resumed"] = len(buffer) - collected.counts["regenerated"]
+    started = buffer[: len(buffer) - len(waiting)]  # first in, first out
+    collected.counts["regenerated"] = sum(map(stale, started))
+    collected.counts["resumed"] = len(started) - collected.counts["regenerated"]
     return collected
 
 

@@ -254,6 +254,26 @@ def test_the_buffer_is_first_in_first_out(monkeypatch):
     assert numbers == sorted(set(range(20)) - {g[0].group for g in step.finished})
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_group_that_still_waits_is_not_counted_as_resumed_and_aborted(monkeypatch, ranks):
+    """It was in every step in which it waited, and the counts told of work that nobody did."""
+    options = dict(over_sampling=6.0, prompts_per_step=1, partial_rollout=True, max_refills=9)
+    options |= dict(dynamic_sampling=False, every=8, slots=40)
+    steps = steps_of(monkeypatch, ranks, 6, **options)
+    waited = 0
+    for now, then in zip(steps, steps[1:], strict=False):
+        count = then.counts
+        assert len(then.groups) == count["finished"] == 1
+        if all(r.finished for r in now.unfinished[0]):  # surplus fills the step at once
+            assert count["resumed"] == 1 and count["aborted"] == count["surplus"] == 0
+            assert summary(then.unfinished) == summary(now.unfinished[1:])
+            waited += len(then.unfinished)
+        else:
+            assert count["resumed"] == len(now.unfinished)
+            assert count["aborted"] + count["surplus"] == len(then.unfinished)
+    assert waited > 3
+
+
 def test_the_order_hears_of_every_group_once(monkeypatch):
     heard = Counter()
     monkeypatch.setattr(DataOrder, "record", lambda self, i, rewards: heard.update({i: 1}))
