@@ -64,11 +64,13 @@ def test_rollouts_in_hand_are_not_attached_to_other_problems(
     order = DataOrder(len(rows), 0, digests=[p.digest for p in problems])
     state = checkpoint.State(None, [], SimpleNamespace(), order)
     checkpoint.set_position(state, saved, problems)
-    assert "1 of its 64 problems are not what they were" in capsys.readouterr().err
+    words = "1 of its 64 problems are not what they were"
+    assert words in capsys.readouterr().err
     left = state.buffer + (state.ahead.finished if ahead else [])
     assert len(left) == len(held) - 1 and all(g[0].problem.index != changed for g in left)
     assert all(r.problem is problems[r.problem.index] for group in left for r in group)
     assert sorted(resume(copy)) == [1, 2, 3, 4]
+    assert words in capsys.readouterr().err
 
 
 def cut(file):
