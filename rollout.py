@@ -556,8 +556,11 @@ def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: Data
         surplus=len(surplus),
         refilled=max(0, collector.started - collector.most),
     )
-    for work in distributed.gather([collector.sampler.counts]):
+    works = distributed.gather([collector.sampler.counts])
+    for work in works:
         counts.update(work)
+    # A rank with nothing to decode idles while the one with the most steps goes on.
+    counts["decode_steps"] = len(works) * max(work["decode_steps"] for work in works)
     resume = [*pick(later), *aborted, *waiting] if config.partial_rollout else []
     return Collected(pick(kept), resume, ended, counts)
 

@@ -200,6 +200,15 @@ def test_a_new_group_goes_to_the_rank_with_the_fewest_running(monkeypatch):
     assert [collector.running[n] for n in (5, 6, 7)] == [1, 0, 1] and collector.busy == 2
 
 
+def test_a_rank_without_work_idles_in_the_count_of_steps(monkeypatch):
+    """Slots looked as if in use while seven of eight ranks waited for the last group of one."""
+    options = dict(prompts_per_step=1, dynamic_sampling=False)
+    (one,), (four,) = (steps_of(monkeypatch, n, 1, **options) for n in (1, 4))
+    assert one.counts["decode_steps"] > 0
+    assert four.counts["decode_steps"] == 4 * one.counts["decode_steps"]
+    assert four.counts["row_steps"] == one.counts["row_steps"]
+
+
 def test_an_interrupted_rank_stops_all(monkeypatch):
     decode = ScriptedSampler._decode
 
