@@ -383,8 +383,7 @@ class DataOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the very next draw."""
-        counts = {"drawn": self.drawn, "tried": self.tried, "solved": self.solved}
-        return counts | {"digests": self.digests}
+        return {name: getattr(self, name) for name in ("drawn", "tried", "solved", "digests")}
 
     def load_state_dict(self, state: dict[str, Any]) -> set[int]:
         """Go on from `state_dict`, with as many problems; returns the places that hold another one

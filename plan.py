@@ -323,8 +323,8 @@ def concern(
     config = replace(config, nproc=ranks)
     plan = make_plan(model, config, machine_memory(device, here))
     if not plan.fits:
-        here = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
-        return f"by plan {plan.verdict()}; {here} shows where it goes and what to change."
+        command = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
+        return f"by plan {plan.verdict()}; {command} shows where it goes and what to change."
     if (host := plan.host * here / ranks) > host_memory():
         return (
             f"--offload {config.offload} keeps {host / GB:.1f} GB on the host, which has "
