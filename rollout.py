@@ -546,7 +546,8 @@ def conclude(collector: Collector, waiting: Iterable[list[Rollout]], order: Data
     pick = lambda numbers: [groups[number] for number in sorted(numbers)]
     kept, surplus = collector.kept[:wanted], collector.kept[wanted:]
     aborted = pick(collector.running)
-    later = surplus if config.partial_rollout else []
+    # Kept for later all its tokens are old: with partial_mask_old there is nothing left to train.
+    later = surplus if config.partial_rollout and not config.partial_mask_old else []
     ended = pick(groups.keys() - collector.running.keys() - set(later))
     for group in ended:
         order.record(group[0].problem.index, [r.reward for r in group])

@@ -137,7 +137,7 @@ def measure(name, zero_variance=0.0, ranks=1):
     fields = dict(
         prompts_per_step=PROMPTS, group_size=GROUP, max_refills=8, dynamic_sampling=True, seed=0,
         max_response_tokens=CAP, temperature=1.0, think="auto", max_staleness=None,
-        over_sampling=1.0, partial_rollout=False, reward="correct",
+        over_sampling=1.0, partial_rollout=False, partial_mask_old=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
     easy = random.Random(0)

@@ -299,11 +299,13 @@ def test_surplus_that_is_stale_starts_anew(monkeypatch):
     assert late and sum(s.counts["regenerated"] for s in steps) >= len(late)
 
 
-def test_without_partial_rollout_surplus_counts_as_finished(monkeypatch):
-    steps = steps_of(monkeypatch, 1, 6, **LATE)
+@pytest.mark.parametrize("options", [{}, dict(partial_rollout=True, partial_mask_old=True)])
+def test_surplus_that_could_not_be_trained_later_counts_as_finished(monkeypatch, options):
+    steps = steps_of(monkeypatch, 1, 6, **LATE, **options)
     surplus = 0
     for step in steps:
-        assert step.unfinished == []
+        assert not any(all(r.finished for r in g) for g in step.unfinished)
+        assert step.unfinished == [] or options
         kept = {g[0].group for g in step.groups}
         late = [g for g in step.finished if not flat(g) and g[0].group not in kept]
         assert len(late) == step.counts["surplus"]

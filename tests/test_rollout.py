@@ -544,7 +544,8 @@ def collect_config(**changes):
     fields = dict(
         prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3,
         dynamic_sampling=True, seed=0, max_response_tokens=24, temperature=1.0,
-        think="auto", partial_rollout=False, max_staleness=None, reward="correct",
+        think="auto", partial_rollout=False, partial_mask_old=False, max_staleness=None,
+        reward="correct",
     )  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
