@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import distributed
 import overlap
-from config import CHOICES, ROOT, ConfigError, Parser, from_flags
+from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
 from data import (
     LABEL_COLUMNS,
     PROMPT_COLUMNS,
@@ -111,34 +111,32 @@ class CurateConfig:
 
     def check(self) -> None:
         """ConfigError, in one sentence, for what cannot run."""
-        require = lambda ok, name, why: None if ok else refuse(name, why)
-        require(self.output.endswith(".jsonl"), "output", "must name a .jsonl file")
+        if not self.output.endswith(".jsonl"):
+            refuse("output", "must name a .jsonl file")
         files = {Path(self.output).with_suffix(s).resolve() for s in (".jsonl", *COMPANIONS)}
-        inputs = (Path(path).resolve() for path in (self.data, *self.decontaminate))
-        require(not files.intersection(inputs), "output", "would overwrite an input file")
+        if files & {Path(path).resolve() for path in (self.data, *self.decontaminate)}:
+            refuse("output", "would overwrite an input file")
         for name in ("device", "dtype", "think"):
-            known = getattr(self, name) in CHOICES[name]
-            require(known, name, f"must be one of {', '.join(CHOICES[name])}")
-        for name in ABOVE_0:
-            require(getattr(self, name) > 0, name, "must be above 0")
-        for name in "audit_samples samples audit_temperature temperature".split():
-            require(getattr(self, name) >= 0, name, "must not be negative")
-        for name in "ngram_overlap audit_keep_hard min_pass_rate max_pass_rate".split():
-            require(0 <= getattr(self, name) <= 1, name, "must be in [0, 1]")
-        majority, share = self.audit_majority, self.unsolved_share
-        require(0.5 < majority <= 1, "audit_majority", "must be above 0.5 and at most 1")
-        require(0 <= share < 1, "unsolved_share", "must be in [0, 1)")
-        ordered = self.min_pass_rate < self.max_pass_rate
-        require(ordered, "min_pass_rate", "must be below max_pass_rate")
+            if getattr(self, name) not in CHOICES[name]:
+                refuse(name, f"must be one of {', '.join(CHOICES[name])}")
+        for names, fits, rule in RANGES:
+            for name in names.split():
+                if not fits(getattr(self, name)):
+                    refuse(name, rule)
+        if self.min_pass_rate >= self.max_pass_rate:
+            refuse("min_pass_rate", "must be below max_pass_rate")
 
 
-ABOVE_0 = """max_prompt_tokens ngram ngram_common max_response_tokens chunk slots nproc
-    verifier_workers verifier_timeout_s""".split()
-
-
-def refuse(name: str, why: str) -> None:
-    """ConfigError about one flag."""
-    raise ConfigError(f"--{name.replace('_', '-')} {why}.")
+POSITIVE = """max_prompt_tokens ngram ngram_common max_response_tokens chunk slots nproc
+    verifier_workers verifier_timeout_s"""
+RANGES = (
+    (POSITIVE, lambda x: x > 0, "must be above 0"),
+    ("audit_samples samples audit_temperature temperature", lambda x: x >= 0, "must be at least 0"),
+    ("ngram_overlap audit_keep_hard", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
+    ("min_pass_rate max_pass_rate", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
+    ("audit_majority", lambda x: 0.5 < x <= 1, "must be above 0.5 and at most 1"),
+    ("unsolved_share", lambda x: 0 <= x < 1, "must be in [0, 1)"),
+)
 
 
 def bar(things: Iterable, what: str, **kwargs: Any) -> Iterable:
