@@ -20,8 +20,9 @@ import random
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 import distributed
+import jsonl
 import overlap
 from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
 from data import (
@@ -176,56 +178,64 @@ REASONS = {
 # ---- rows in, results on disk
 
 
-class Rows:
-    """The rows of a data set, by number from 0."""
+@dataclass
+class Row:
+    """A raw problem, and what the stages note about it."""
 
-    def __init__(self, config: CurateConfig):
-        self.config, self.where, self.rows = config, [], []
-        for where, row in bar(read_rows(config.data), "rows"):
-            self.where.append(where)
-            self.rows.append(row)
-        if not self.rows:
-            raise ValueError(f"{config.data} is empty: there is no row to curate.")
-        first = flatten(self.rows[0])
-        self.prompt_key = config.prompt_key or find_column(first, PROMPT_COLUMNS)
-        self.label_key = config.label_key or find_column(first, LABEL_COLUMNS)
-        for name, key in (("prompt", self.prompt_key), ("label", self.label_key)):
-            if not any(key in flatten(row) for row in self.rows):
-                columns = ", ".join(first)
-                raise ValueError(
-                    f"no row of {config.data} has {key!r} (columns: {columns}); name the column "
-                    f"with --{name}-key."
-                )
+    where: str  # its place, for messages
+    fields: dict[str, Any]  # as they stand in the file
+    prompt: Any  # text or chat messages, if it is a prompt at all
+    label: str  # "" if there is none
+    kind: str  # of rewards.VERIFIERS
+    notes: dict[str, Any] = field(default_factory=dict)  # fields to add
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    @property
+    def text(self) -> str:
+        """What the prompt says; "" for what is no prompt."""
+        return prompt_text(self.prompt) if is_prompt(self.prompt) else ""
 
-    def prompt(self, i: int) -> Any:
-        """The prompt as it stands in the file."""
-        return flatten(self.rows[i]).get(self.prompt_key)
 
-    def label(self, i: int) -> str:
-        """The label as text, empty if there is none."""
-        label = flatten(self.rows[i]).get(self.label_key)
-        return "" if label is None else final_answer(str(label))
+def load_rows(config: CurateConfig) -> list[Row]:
+    """All rows of --data. Columns that are not named are found in the first row. ValueError if
+    there is no row, or no such column.
+    """
+    raw = list(bar(read_rows(config.data), "rows"))
+    if not raw:
+        raise ValueError(f"{config.data} is empty: there is no row to curate.")
+    flat = [flatten(fields) for _, fields in raw]
+    prompt_key = config.prompt_key or find_column(flat[0], PROMPT_COLUMNS)
+    label_key = config.label_key or find_column(flat[0], LABEL_COLUMNS)
+    for name, key in (("prompt", prompt_key), ("label", label_key)):
+        if not any(key in columns for columns in flat):
+            raise ValueError(
+                f"no row of {config.data} has {key!r} (columns: {', '.join(flat[0])}); name the "
+                f"column with --{name}-key."
+            )
+    text = lambda label: "" if label is None else final_answer(str(label))
+    return [
+        Row(where, fields, f.get(prompt_key), text(f.get(label_key)), f.get("verifier") or "math")
+        for (where, fields), f in zip(raw, flat, strict=True)
+    ]
 
-    def problem(self, i: int, tokenizer: Any) -> Problem:
-        """The problem as a model sees it. Random numbers hang on its index, the number of the row:
-        what other rows are dropped changes no sample.
-        """
-        try:
-            prompt = with_suffix(self.prompt(i), self.config.prompt_suffix)
-            prompt = render_prompt(tokenizer, prompt)
-        except TemplateError as error:
-            sentence = f"{self.where[i]}: the chat template refuses the prompt: {error}."
-            raise ValueError(sentence) from error
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return Problem(str(i), i, prompt, ids, self.label(i))
 
-    def fingerprint(self) -> str:
-        """Changes with any prompt, label or the order of rows."""
-        pairs = [(self.prompt(i), self.label(i)) for i in range(len(self))]
-        return hashlib.sha256(json.dumps(pairs, default=str).encode()).hexdigest()
+def prompt_text(prompt: str | list[dict]) -> str:
+    """What a prompt says: all of it, or all messages but those of the system."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(m["content"] for m in prompt if m["role"] != "system")
+
+
+def make_problem(number: int, row: Row, tokenizer: Any, suffix: str) -> Problem:
+    """A row as a model sees it. Random numbers hang on its index, the number of the row: what other
+    rows are dropped changes no sample.
+    """
+    try:
+        prompt = render_prompt(tokenizer, with_suffix(row.prompt, suffix))
+    except TemplateError as error:
+        sentence = f"{row.where}: the chat template refuses the prompt: {error}."
+        raise ValueError(sentence) from error
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return Problem(str(number), number, prompt, ids, row.label)
 
 
 # What the stored results depend on, beside the model, which the name of the stage holds. The other
@@ -237,15 +247,16 @@ SAMPLED = """prompt_key label_key prompt_suffix audit_samples audit_temperature 
 class State:
     """Results by stage and row in a JSONL file: one line, so all or nothing, per chunk of work."""
 
-    def __init__(self, file: Path, rows: Rows):
-        self.file, self.chunk = file, rows.config.chunk
+    def __init__(self, file: Path, config: CurateConfig, rows: Sequence[Row]):
+        self.file, self.chunk = file, config.chunk
         self.results: dict[str, dict[int, Any]] = defaultdict(dict)
-        settings = {name: getattr(rows.config, name) for name in SAMPLED}
-        settings["data"] = rows.fingerprint()
+        settings = {name: getattr(config, name) for name in SAMPLED}
+        stated = json.dumps([(row.prompt, row.label) for row in rows], default=str)
+        settings["data"] = hashlib.sha256(stated.encode()).hexdigest()
         if distributed.rank() == 0 and file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut off
         distributed.barrier()
-        stored = [line for _, line in read_rows(str(file))] if file.exists() else []
+        stored = [line for _, line in jsonl.read(file)] if file.exists() else []
         distributed.barrier()  # every rank has read before one writes
         if not stored:
             self._append(settings)
@@ -264,13 +275,12 @@ class State:
             with open(self.file, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
 
-    def missing(self, stage: str, rows: Sequence[int]) -> Iterator[list[int]]:
+    def missing(self, stage: str, left: Sequence[int]) -> Iterable[list[int]]:
         """The rows without a result, in chunks: those that one run from start to end would have."""
-        left = [i for i in rows if i not in self.results[stage]]
-        starts = range(0, len(left), self.chunk)
-        done = (len(rows) - len(left)) // self.chunk
-        for start in bar(starts, stage, unit="chunk", initial=done, total=done + len(starts)):
-            yield left[start : start + self.chunk]
+        todo = [i for i in left if i not in self.results[stage]]
+        chunks = [todo[start : start + self.chunk] for start in range(0, len(todo), self.chunk)]
+        done = (len(left) - len(todo)) // self.chunk
+        return bar(chunks, stage, unit="chunk", initial=done, total=done + len(chunks))
 
     def add(self, stage: str, results: dict[int, Any]) -> None:
         """Store a chunk. What rank 0 found counts, so that all ranks decide alike."""
@@ -281,17 +291,14 @@ class State:
 
 @dataclass
 class Run:
-    """What all stages share; `notes` holds the fields that they add to a row, `evaluation` what
-    must not be among the rows.
-    """
+    """What all stages share. A stage takes the numbers of the rows that are left."""
 
     config: CurateConfig
     device: torch.device
-    data: Rows
+    rows: list[Row]
     state: State
     grader: Verifier
-    evaluation: list[tuple[str, str]]  # (where, what the prompt says)
-    notes: dict[int, dict] = field(default_factory=lambda: defaultdict(dict))
+    evaluation: dict[str, str]  # where -> what the prompt says: must not be among the rows
 
 
 # ---- stage 1: verifiable
@@ -320,13 +327,6 @@ LABEL_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # no command of LaTeX
 MAX_LABEL_WORDS = 6
 
 
-def prompt_text(prompt: str | list[dict]) -> str:
-    """What a prompt says: all of it, or all messages but those of the system."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(m["content"] for m in prompt if m["role"] != "system")
-
-
 def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
     """What is wrong with a problem on its own; `verify.label_kind` gave its label this kind, and
     this kind of value.
@@ -347,53 +347,49 @@ def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
     return Drop("several_values") if value in ("list", "set") else None
 
 
-def find_unverifiable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+def find_unverifiable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
     """Stage 1: rows that cannot be graded, or are there twice, or belong to an evaluation set."""
-    config, data, state = run.config, run.data, run.state
+    config, rows, state = run.config, run.rows, run.state
     tokenizer = load_tokenizer(local_folder(config.model))
     dropped: dict[int, Drop] = {}
-    for i in bar(rows, "prompts"):
-        if not is_prompt(data.prompt(i)) or not prompt_text(data.prompt(i)).strip():
+    for i in bar(left, "prompts"):
+        if not rows[i].text.strip():
             dropped[i] = Drop("no_prompt")
-            continue
-        if (kind := flatten(data.rows[i]).get("verifier") or "math") != "math":
-            dropped[i] = Drop("other_kind", kind)
-            continue
-        length = len(data.problem(i, tokenizer).prompt_ids)
-        if length > config.max_prompt_tokens:
-            dropped[i] = Drop("long_prompt", f"{length} tokens")
-    texts = {i: prompt_text(data.prompt(i)) for i in rows if i not in dropped}
-    for chunk in state.missing("labels", list(texts)):
-        kinds = {i: label_kind(data.label(i)) for i in chunk}
+        elif rows[i].kind != "math":
+            dropped[i] = Drop("other_kind", rows[i].kind)
+        else:
+            problem = make_problem(i, rows[i], tokenizer, config.prompt_suffix)
+            if len(problem.prompt_ids) > config.max_prompt_tokens:
+                dropped[i] = Drop("long_prompt", f"{len(problem.prompt_ids)} tokens")
+    readable = [i for i in left if i not in dropped]
+    for chunk in state.missing("labels", readable):
+        kinds = {i: label_kind(rows[i].label) for i in chunk}
         state.add("labels", {i: [kind, value and value[0]] for i, (kind, value) in kinds.items()})
-    for i in list(texts):
-        found = examine(texts[i], data.label(i), *state.results["labels"][i])
+    for i in readable:
+        found = examine(rows[i].text, rows[i].label, *state.results["labels"][i])
         if found and (found.reason != "several_values" or config.drop_several_values):
             dropped[i] = found
-            del texts[i]
-    return dropped | find_repeated(texts, run)
+    return dropped | find_repeated({i: rows[i].text for i in readable if i not in dropped}, run)
 
 
-def evaluation_texts(config: CurateConfig) -> list[tuple[str, str]]:
-    """(where, what the prompt says) of every problem of the evaluation sets."""
-    found = []
+def evaluation_texts(config: CurateConfig) -> dict[str, str]:
+    """What every prompt of the evaluation sets says, by its place."""
+    found = {}
     for where, row in (pair for path in config.decontaminate for pair in read_rows(path)):
         row = flatten(row)
         key = config.prompt_key if config.prompt_key in row else find_column(row, PROMPT_COLUMNS)
-        prompt = row.get(key)
-        if not is_prompt(prompt):
+        if not is_prompt(row.get(key)):
             raise ValueError(f"{where} has no prompt; --prompt-key names its column.")
-        found.append((where, prompt_text(prompt)))
+        found[where] = prompt_text(row[key])
     return found
 
 
 def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
     """Rows whose problem came before or is in an evaluation set, in the same words or nearly."""
-    said = [text for _, text in run.evaluation] + list(texts.values())
+    said = [*run.evaluation.values(), *texts.values()]
     words = overlap.contents(said, max(run.config.ngram_common, len(said) // 100))
-    places = [place for place, _ in run.evaluation]
-    known = dict(zip(words, places, strict=False))  # contents of the evaluation sets -> where
-    rows = dict(zip(texts, words[len(places) :], strict=True))
+    known = dict(zip(words, run.evaluation, strict=False))  # contents -> where
+    rows = dict(zip(texts, words[len(run.evaluation) :], strict=True))
     dropped = {
         i: Drop("contaminated", f"the text of {known[w]}") for i, w in rows.items() if w in known
     }
@@ -401,42 +397,44 @@ def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
     return dropped | find_near({i: w for i, w in rows.items() if i not in dropped}, known, run)
 
 
-def find_equal(rows: dict[int, Any], run: Run) -> dict[int, Drop]:
+def find_equal(contents: dict[int, Any], run: Run) -> dict[int, Drop]:
     """Rows with the very contents of another: all but the first, or all if their labels differ."""
-    where, dropped, alike = run.data.where, {}, defaultdict(list)
-    for i, w in rows.items():
-        alike[w].append(i)
+    dropped, alike = {}, defaultdict(list)
+    for i, words in contents.items():
+        alike[words].append(i)
     for first, *again in alike.values():
         if all(same_label(run, i, first) for i in again):
-            dropped |= {i: Drop("duplicate", f"of {where[first]}") for i in again}
+            dropped |= {i: Drop("duplicate", f"of {run.rows[first].where}") for i in again}
         else:
-            places = ", ".join(where[i] for i in (first, *again))
+            places = ", ".join(run.rows[i].where for i in (first, *again))
             dropped |= {i: Drop("conflict", places) for i in (first, *again)}
     return dropped
 
 
-def find_near(rows: dict[int, Any], known: dict[Any, str], run: Run) -> dict[int, Drop]:
+def find_near(contents: dict[int, Any], known: dict[Any, str], run: Run) -> dict[int, Drop]:
     """Rows with nearly the contents of an evaluation problem (`known`, with its place), or of an
     earlier row of the same label.
     """
     config, dropped = run.config, {}
-    names = [*known.values(), *rows]  # a place (text) in an evaluation set, or a row (number)
-    order = [*known, *rows.values()]
-    nearest = overlap.near(order, config.ngram, config.ngram_overlap, config.ngram_common)
-    for name, near in zip(names, bar(nearest, "overlap", total=len(order)), strict=True):
-        for other in (names[j] for j in near if isinstance(name, int)):
-            if isinstance(other, str):
-                dropped[name] = Drop("contaminated", f"nearly {other}")
+    places, numbers = list(known.values()), list(contents)
+    texts = [*known, *contents.values()]
+    nearest = overlap.near(texts, config.ngram, config.ngram_overlap, config.ngram_common)
+    nearest = islice(bar(nearest, "overlap", total=len(texts)), len(places), None)
+    for i, near in zip(numbers, nearest, strict=True):
+        for position in near:
+            if position < len(places):
+                dropped[i] = Drop("contaminated", f"nearly {places[position]}")
                 break
-            if other not in dropped and same_label(run, name, other):
-                dropped[name] = Drop("near_duplicate", f"of {run.data.where[other]}")
+            other = numbers[position - len(places)]
+            if other not in dropped and same_label(run, i, other):
+                dropped[i] = Drop("near_duplicate", f"of {run.rows[other].where}")
                 break
     return dropped
 
 
 def same_label(run: Run, i: int, j: int) -> bool:
     """Whether two rows have equal labels."""
-    return equal(run.data.label(i), run.data.label(j)).correct
+    return equal(run.rows[i].label, run.rows[j].label).correct
 
 
 # ---- sampling
@@ -456,41 +454,31 @@ def votes_of(group: Sequence[Rollout], grader: Verifier) -> Votes:
     return [list(vote) for vote in count_votes(answers, right, equal)]
 
 
-class Solver(NamedTuple):
-    """A model at work in a stage."""
-
-    stage: str
-    folder: str
-    samples: int  # per problem
-    temperature: float
-    seed: int
-
-
-def solve(run: Run, rows: Sequence[int], solver: Solver) -> dict[int, Votes]:
-    """Votes on every row; what the state file has is not sampled again."""
-    stage = f"{solver.stage} by {solver.folder}"
+def solve(
+    run: Run, left: Sequence[int], stage: str, model: str, samples: int, temperature: float,
+    seed: int,
+) -> dict[int, Votes]:  # fmt: skip
+    """Votes of a model on every row, from `samples` responses to each; what the state file has is
+    not sampled again.
+    """
+    config, stage = run.config, f"{stage} by {model}"
     done = run.state.results[stage]
-    if all(i in done for i in rows):
-        return {i: done[i] for i in rows}
-    start, dtype = local_folder(solver.folder), getattr(torch, run.config.dtype)
-    tokenizer = load_tokenizer(start)
-    sampler = Sampler.from_pretrained(start, tokenizer, run.config.slots, dtype, run.device)
-    problems = {i: run.data.problem(i, tokenizer) for i in rows}
-    think = think_mode(run.config.think, list(problems.values()))
-    for chunk in run.state.missing(stage, rows):
+    if all(i in done for i in left):
+        return {i: done[i] for i in left}
+    folder, dtype = local_folder(model), getattr(torch, config.dtype)
+    tokenizer = load_tokenizer(folder)
+    sampler = Sampler.from_pretrained(folder, tokenizer, config.slots, dtype, run.device)
+    problems = {i: make_problem(i, run.rows[i], tokenizer, config.prompt_suffix) for i in left}
+    think = think_mode(config.think, list(problems.values()))
+    for chunk in run.state.missing(stage, left):
         groups = evaluate(
-            sampler,
-            run.grader,
-            [problems[i] for i in chunk],
-            samples=solver.samples,
-            max_new_tokens=run.config.max_response_tokens,
-            temperature=solver.temperature,
-            think=think,
-            seed=solver.seed,
-        )
+            sampler, run.grader, [problems[i] for i in chunk], samples=samples,
+            max_new_tokens=config.max_response_tokens, temperature=temperature, think=think,
+            seed=seed,
+        )  # fmt: skip
         votes = [votes_of(group, run.grader) for group in groups]
         run.state.add(stage, dict(zip(chunk, votes, strict=True)))
-    return {i: done[i] for i in rows}
+    return {i: done[i] for i in left}
 
 
 def share_right(votes: Votes, samples: int) -> float:
@@ -511,9 +499,10 @@ def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Verifie
     undecided   a model has no majority, or the models differ
     """
     n = config.audit_samples
-    tops = [votes[0] if votes else ["", 0, 0] for votes in by_model]
-    if any(count / n < config.audit_majority for _, count, _ in tops):
+    enough = lambda votes: votes and votes[0][1] / n >= config.audit_majority
+    if not all(map(enough, by_model)):
         return "undecided"
+    tops = [votes[0] for votes in by_model]
     answers, right = [answer for answer, _, _ in tops], [right for _, _, right in tops]
     if all(right):
         return "confirmed"
@@ -523,7 +512,7 @@ def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Verifie
     return "disputed" if label_share >= config.audit_keep_hard else "doubtful"
 
 
-def find_doubtful(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+def find_doubtful(run: Run, left: Sequence[int]) -> dict[int, Drop]:
     """Stage 2: rows whose label all audit models contradict with one voice."""
     config, n = run.config, run.config.audit_samples
     if not n:
@@ -534,17 +523,17 @@ def find_doubtful(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
             "the target audits labels: what it is sure of and wrong about will look like a wrong "
             "label; --audit-model takes a stronger model (docs/curation.md)"
         )
-    temperature, seed = config.audit_temperature, config.seed + 1  # difficulty has the seed itself
-    solvers = [
-        Solver(f"audit {m}", model, n, temperature, seed + m) for m, model in enumerate(models)
+    seed = config.seed + 1  # difficulty has the seed itself
+    votes = [
+        solve(run, left, f"audit {m}", model, n, config.audit_temperature, seed + m)
+        for m, model in enumerate(models)
     ]
-    votes = [solve(run, rows, solver) for solver in solvers]
     dropped = {}
-    for i in bar(rows, "verdicts"):
+    for i in bar(left, "verdicts"):
         by_model = [of_model[i] for of_model in votes]
         verdict = judge_label(by_model, config, run.grader)
         rate = sum(share_right(v, n) for v in by_model) / len(by_model)
-        run.notes[i] |= {"label_audit": verdict, "audit_pass_rate": rate}
+        run.rows[i].notes |= {"label_audit": verdict, "audit_pass_rate": rate}
         if verdict == "doubtful":
             dropped[i] = Drop("doubtful_label", f"the audit's answer is {by_model[0][0][0]}")
     return dropped
@@ -553,24 +542,24 @@ def find_doubtful(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
 # ---- stage 3: difficulty
 
 
-def find_unlearnable(run: Run, rows: Sequence[int]) -> dict[int, Drop]:
+def find_unlearnable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
     """Stage 3: rows that the target solves too often or too rarely, but for a share of the hard."""
     config, n = run.config, run.config.samples
     if not n:
         return {}
-    target = Solver("difficulty", config.model, n, config.temperature, config.seed)
-    votes = solve(run, rows, target)
+    votes = solve(run, left, "difficulty", config.model, n, config.temperature, config.seed)
     dropped, hard = {}, []
-    for i in rows:
-        rate = run.notes[i]["pass_rate"] = share_right(votes[i], n)
+    for i in left:
+        notes = run.rows[i].notes
+        rate = notes["pass_rate"] = share_right(votes[i], n)
         if rate >= config.max_pass_rate:
             dropped[i] = Drop("too_easy", f"pass rate {rate:g}")
         elif rate <= config.min_pass_rate:
             dropped[i] = Drop("too_hard", f"pass rate {rate:g}")
-            if run.notes[i].get("label_audit") == "confirmed":
+            if notes.get("label_audit") == "confirmed":
                 hard.append(i)
     # Of the output: hard / (in band + hard) = unsolved_share
-    in_band, share = len(rows) - len(dropped), config.unsolved_share
+    in_band, share = len(left) - len(dropped), config.unsolved_share
     room = int(in_band * share / (1 - share) + 1e-9)
     random.Random(config.seed).shuffle(hard)
     for i in hard[:room]:
@@ -591,23 +580,22 @@ STAGES = {
 EXAMPLES = 3  # of every reason, in the report
 
 
-def stage_report(
-    run: Run, rows: Sequence[int], dropped: dict[int, Drop], noted: str
-) -> dict[str, Any]:
+def stage_report(run: Run, left: Sequence[int], dropped: dict[int, Drop], noted: str) -> dict:
     """Counts and examples of what a stage dropped, and counts of what it noted on all its rows."""
     by_reason: dict[str, list[int]] = defaultdict(list)
     for i in sorted(dropped):
         by_reason[dropped[i].reason].append(i)
-    example = lambda i: {
-        "where": run.data.where[i],
-        "prompt": prompt_text(run.data.prompt(i))[:200] if is_prompt(run.data.prompt(i)) else "",
-        "label": run.data.label(i)[:100],
-        "detail": dropped[i].detail,
-    }
-    counts = Counter(run.notes[i][noted] for i in rows if noted in run.notes[i])
+
+    def example(i: int) -> dict[str, str]:
+        row = run.rows[i]
+        said = {"where": row.where, "prompt": row.text[:200], "label": row.label[:100]}
+        return said | {"detail": dropped[i].detail}
+
+    notes = [run.rows[i].notes for i in left]
+    counts = Counter(note[noted] for note in notes if noted in note)
     return {
-        "rows": len(rows),
-        "left": len(rows) - len(dropped),
+        "rows": len(left),
+        "left": len(left) - len(dropped),
         "dropped": {
             reason: {
                 "rows": len(found),
@@ -647,7 +635,7 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     state_file = output.with_suffix(STATE)
     if output.exists() and not state_file.exists():
         refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
-    data = Rows(config)
+    rows = load_rows(config)
     evaluation = evaluation_texts(config)
     for model in (config.model, *config.audit_model):  # before hours of sampling, not after
         load_config(local_folder(model))
@@ -655,10 +643,11 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("output", f"{output} cannot be written: {error.strerror}")
-    left, dropped = list(range(len(data))), {}
-    report = {"settings": asdict(config), "rows": len(data), "written": 0, "stages": {}}
+    left, dropped = list(range(len(rows))), {}
+    report = {"settings": asdict(config), "rows": len(rows), "written": 0, "stages": {}}
     with Verifier(config.verifier_workers, config.verifier_timeout_s) as grader:
-        run = Run(config, device, data, State(state_file, data), grader, evaluation)
+        state = State(state_file, config, rows)
+        run = Run(config, device, rows, state, grader, evaluation)
         for name, (stage, noted) in STAGES.items():
             found = stage(run, left)
             report["stages"][name] = stage_report(run, left, found, noted)
@@ -667,14 +656,14 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
             left = [i for i in left if i not in found]
     report["written"] = len(left)
     if distributed.rank() == 0:
-        row = lambda i: data.rows[i] | run.notes[i]
+        row = lambda i: rows[i].fields | rows[i].notes
         write_rows(
             output.with_suffix(DROPPED),
             (row(i) | drop._asdict() for i, drop in sorted(dropped.items())),
         )
         write_rows(output, map(row, left))
         output.with_suffix(REPORT).write_text(json.dumps(report, indent=2) + "\n")
-    print0(f"\n{len(left)} of {len(data)} rows: {output}")
+    print0(f"\n{len(left)} of {len(rows)} rows: {output}")
     return report
 
 

@@ -288,7 +288,8 @@ def test_models_see_the_suffix_and_the_output_does_not(tmp_path):
     rows = [{"prompt": "What is 2+3?", "label": "5"}]
     settings = config(tmp_path, rows, prompt_suffix="Box it.", **NO_SAMPLING)
     tokenizer = curate.load_tokenizer(settings.model)
-    seen = curate.Rows(settings).problem(0, tokenizer).prompt
+    (row,) = curate.load_rows(settings)
+    seen = curate.make_problem(0, row, tokenizer, settings.prompt_suffix).prompt
     assert "What is 2+3?\nBox it." in seen
     curate.curate(settings, CPU)
     assert read(tmp_path / "kept.jsonl") == rows
@@ -314,9 +315,9 @@ def test_band_and_share_of_the_unsolved(monkeypatch):
     monkeypatch.setattr(curate, "solve", votes)
 
     def dropped(**fields):
-        run = SimpleNamespace(config=CurateConfig(**fields), notes=[{} for _ in rates])
-        for i, note in enumerate(run.notes):
-            note["label_audit"] = "confirmed" if i < 26 else "undecided"
+        audits = ["confirmed" if i < 26 else "undecided" for i in range(len(rates))]
+        rows = [SimpleNamespace(notes={"label_audit": audit}) for audit in audits]
+        run = SimpleNamespace(config=CurateConfig(**fields), rows=rows)
         return curate.find_unlearnable(run, range(len(rates)))
 
     found = dropped(unsolved_share=0.2)
