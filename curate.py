@@ -8,52 +8,37 @@
 
     python curate.py --model DIR --data FILE --output FILE.jsonl [--audit-model DIR ...]
 
-Labels are never edited. Beside the output lie FILE.report.json (what every stage dropped and why),
-FILE.dropped.jsonl (those rows) and FILE.state.jsonl (all that was sampled): the same command goes
-on with a run that was killed, and other rules or thresholds sample nothing again.
+The rules of stage 1 are in sift.py. Labels are never edited. Beside the output lie
+FILE.report.json (what every stage dropped and why), FILE.dropped.jsonl (those rows) and
+FILE.state.jsonl (all that was sampled): the same command goes on with a run that was killed, and
+other rules or thresholds sample nothing again.
 """
 
 import hashlib
 import json
 import os
 import random
-import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from tqdm import tqdm
 
 import distributed
 import jsonl
-import overlap
+import sift
 from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
-from data import (
-    LABEL_COLUMNS,
-    PROMPT_COLUMNS,
-    Problem,
-    Rollout,
-    final_answer,
-    find_column,
-    flatten,
-    is_prompt,
-    load_tokenizer,
-    read_rows,
-    render_prompt,
-    think_mode,
-    with_suffix,
-)
+from data import Problem, Rollout, load_tokenizer, render_prompt, think_mode, with_suffix
 from distributed import print0
 from model import load_config, local_folder
 from rollout import Sampler, evaluate
 from scores import ANSWERED, count_votes
-from verify import OPTION, Verifier, clean, equal, label_kind
+from sift import REASONS, Drop, Row, bar
+from verify import Verifier, label_kind
 
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
 
@@ -141,88 +126,7 @@ RANGES = (
 )
 
 
-def bar(things: Iterable, what: str, **kwargs: Any) -> Iterable:
-    """A progress bar on rank 0, if a terminal is there to show it."""
-    return tqdm(things, what, disable=distributed.rank() > 0 or None, **kwargs)
-
-
-class Drop(NamedTuple):
-    """Why a row is left out; `detail` is what it was found to be."""
-
-    reason: str  # a key of REASONS
-    detail: str = ""
-
-
-REASONS = {
-    "no_prompt": "the prompt is missing, empty, or neither text nor chat messages",
-    "long_prompt": "the prompt is longer than --max-prompt-tokens",
-    "other_kind": "the field `verifier` names another kind than math, which no stage can judge",
-    "empty_label": "the label is missing or empty",
-    "proof": "a proof is asked for, or the label points to one",
-    "multiple_choice": "options are listed, or the label is the letter of one",
-    "multi_part": "several questions are asked",
-    "unreadable_label": "the label cannot be read as a value",
-    "prose_label": "the label is a sentence: only the very same words would be right",
-    "several_values": "the label is a list or a set",
-    "contaminated": "an evaluation set holds this problem, or nearly",
-    "conflict": "the same text occurs with different labels, of which one at most is right",
-    "duplicate": "the same text came before",
-    "near_duplicate": "nearly the same text, with the same numbers and label, came before",
-    "doubtful_label": "the audit models agree with each other and not with the label",
-    "too_easy": "the target solves it too often to learn from it",
-    "too_hard": "the target solves it too rarely, and no audit confirms the label",
-    "hard_surplus": "as too_hard, label confirmed, but beyond --unsolved-share",
-}
-
-
-# ---- rows in, results on disk
-
-
-@dataclass
-class Row:
-    """A raw problem, and what the stages note about it."""
-
-    where: str  # its place, for messages
-    fields: dict[str, Any]  # as they stand in the file
-    prompt: Any  # text or chat messages, if it is a prompt at all
-    label: str  # "" if there is none
-    kind: str  # of rewards.VERIFIERS
-    notes: dict[str, Any] = field(default_factory=dict)  # fields to add
-
-    @property
-    def text(self) -> str:
-        """What the prompt says; "" for what is no prompt."""
-        return prompt_text(self.prompt) if is_prompt(self.prompt) else ""
-
-
-def load_rows(config: CurateConfig) -> list[Row]:
-    """All rows of --data. Columns that are not named are found in the first row. ValueError if
-    there is no row, or no such column.
-    """
-    raw = list(bar(read_rows(config.data), "rows"))
-    if not raw:
-        raise ValueError(f"{config.data} is empty: there is no row to curate.")
-    flat = [flatten(fields) for _, fields in raw]
-    prompt_key = config.prompt_key or find_column(flat[0], PROMPT_COLUMNS)
-    label_key = config.label_key or find_column(flat[0], LABEL_COLUMNS)
-    for name, key in (("prompt", prompt_key), ("label", label_key)):
-        if not any(key in columns for columns in flat):
-            raise ValueError(
-                f"no row of {config.data} has {key!r} (columns: {', '.join(flat[0])}); name the "
-                f"column with --{name}-key."
-            )
-    text = lambda label: "" if label is None else final_answer(str(label))
-    return [
-        Row(where, fields, f.get(prompt_key), text(f.get(label_key)), f.get("verifier") or "math")
-        for (where, fields), f in zip(raw, flat, strict=True)
-    ]
-
-
-def prompt_text(prompt: str | list[dict]) -> str:
-    """What a prompt says: all of it, or all messages but those of the system."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(m["content"] for m in prompt if m["role"] != "system")
+# ---- problems in, results on disk
 
 
 def make_problem(number: int, row: Row, tokenizer: Any, suffix: str) -> Problem:
@@ -303,49 +207,6 @@ class Run:
 
 # ---- stage 1: verifiable
 
-# A part is a marker and a request: "(ii) f(x + y) = f(x)" alone is a condition.
-REQUEST = (
-    r"(?:find|compute|calculate|determine|evaluate|solve|simplify|express|write|give|state|"
-    r"prove|show|explain|what|how|hence|for (?:what|which))\b"
-)
-PARTS = re.compile(
-    rf"(?:\s\(?(?:b|ii)\)|\s\(2\)|\bpart (?:b|ii|2)[.:)]?|^\s*(?:b|ii|2)[.:)])\s*{REQUEST}",
-    re.IGNORECASE | re.MULTILINE,
-)
-LABEL_PARTS = re.compile(r"\(?(?:a|i|1)\)\s.*\s\(?(?:b|ii|2)\)\s", re.IGNORECASE | re.DOTALL)
-OPTIONS = re.compile(
-    r"(?<!\w)\(A\).*(?<!\w)\(B\).*(?<!\w)\(C\)|^\s*A[.):]\s.*^\s*B[.):]\s.*^\s*C[.):]\s",
-    re.DOTALL | re.MULTILINE,
-)
-PROOF = re.compile(r"\b(?:prove|disprove|demonstrate|show that)\b", re.IGNORECASE)
-QUESTION = re.compile(
-    r"\?|\b(?:find|compute|calculate|determine|evaluate|solve|simplify|what is|how many)\b",
-    re.IGNORECASE,
-)
-PROOF_LABEL = re.compile(r"\b(?:proof|proved|proven|q\.?e\.?d|see (?:the )?\w+)\b", re.IGNORECASE)
-LABEL_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # no command of LaTeX
-MAX_LABEL_WORDS = 6
-
-
-def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
-    """What is wrong with a problem on its own; `verify.label_kind` gave its label this kind, and
-    this kind of value.
-    """
-    label = clean(label)
-    if not label:
-        return Drop("empty_label")
-    if PROOF_LABEL.search(label) or (PROOF.search(text) and not QUESTION.search(text)):
-        return Drop("proof")
-    if OPTION.fullmatch(label) or OPTIONS.search(text):
-        return Drop("multiple_choice")
-    if PARTS.search(text) or LABEL_PARTS.match(label):
-        return Drop("multi_part")
-    if kind != "matched by value":
-        return Drop("unreadable_label", kind)
-    if len(LABEL_WORD.findall(label)) > MAX_LABEL_WORDS:
-        return Drop("prose_label")
-    return Drop("several_values") if value in ("list", "set") else None
-
 
 def find_unverifiable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
     """Stage 1: rows that cannot be graded, or are there twice, or belong to an evaluation set."""
@@ -366,75 +227,13 @@ def find_unverifiable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
         kinds = {i: label_kind(rows[i].label) for i in chunk}
         state.add("labels", {i: [kind, value and value[0]] for i, (kind, value) in kinds.items()})
     for i in readable:
-        found = examine(rows[i].text, rows[i].label, *state.results["labels"][i])
+        found = sift.examine(rows[i].text, rows[i].label, *state.results["labels"][i])
         if found and (found.reason != "several_values" or config.drop_several_values):
             dropped[i] = found
-    return dropped | find_repeated({i: rows[i].text for i in readable if i not in dropped}, run)
-
-
-def evaluation_texts(config: CurateConfig) -> dict[str, str]:
-    """What every prompt of the evaluation sets says, by its place."""
-    found = {}
-    for where, row in (pair for path in config.decontaminate for pair in read_rows(path)):
-        row = flatten(row)
-        key = config.prompt_key if config.prompt_key in row else find_column(row, PROMPT_COLUMNS)
-        if not is_prompt(row.get(key)):
-            raise ValueError(f"{where} has no prompt; --prompt-key names its column.")
-        found[where] = prompt_text(row[key])
-    return found
-
-
-def find_repeated(texts: dict[int, str], run: Run) -> dict[int, Drop]:
-    """Rows whose problem came before or is in an evaluation set, in the same words or nearly."""
-    said = [*run.evaluation.values(), *texts.values()]
-    words = overlap.contents(said, max(run.config.ngram_common, len(said) // 100))
-    known = dict(zip(words, run.evaluation, strict=False))  # contents -> where
-    rows = dict(zip(texts, words[len(run.evaluation) :], strict=True))
-    dropped = {
-        i: Drop("contaminated", f"the text of {known[w]}") for i, w in rows.items() if w in known
-    }
-    dropped |= find_equal({i: w for i, w in rows.items() if i not in dropped}, run)
-    return dropped | find_near({i: w for i, w in rows.items() if i not in dropped}, known, run)
-
-
-def find_equal(contents: dict[int, Any], run: Run) -> dict[int, Drop]:
-    """Rows with the very contents of another: all but the first, or all if their labels differ."""
-    dropped, alike = {}, defaultdict(list)
-    for i, words in contents.items():
-        alike[words].append(i)
-    for first, *again in alike.values():
-        if all(same_label(run, i, first) for i in again):
-            dropped |= {i: Drop("duplicate", f"of {run.rows[first].where}") for i in again}
-        else:
-            places = ", ".join(run.rows[i].where for i in (first, *again))
-            dropped |= {i: Drop("conflict", places) for i in (first, *again)}
-    return dropped
-
-
-def find_near(contents: dict[int, Any], known: dict[Any, str], run: Run) -> dict[int, Drop]:
-    """Rows with nearly the contents of an evaluation problem (`known`, with its place), or of an
-    earlier row of the same label.
-    """
-    config, dropped = run.config, {}
-    places, numbers = list(known.values()), list(contents)
-    texts = [*known, *contents.values()]
-    nearest = overlap.near(texts, config.ngram, config.ngram_overlap, config.ngram_common)
-    nearest = islice(bar(nearest, "overlap", total=len(texts)), len(places), None)
-    for i, near in zip(numbers, nearest, strict=True):
-        for position in near:
-            if position < len(places):
-                dropped[i] = Drop("contaminated", f"nearly {places[position]}")
-                break
-            other = numbers[position - len(places)]
-            if other not in dropped and same_label(run, i, other):
-                dropped[i] = Drop("near_duplicate", f"of {run.rows[other].where}")
-                break
-    return dropped
-
-
-def same_label(run: Run, i: int, j: int) -> bool:
-    """Whether two rows have equal labels."""
-    return equal(run.rows[i].label, run.rows[j].label).correct
+    once = {i: rows[i] for i in readable if i not in dropped}
+    return dropped | sift.find_repeated(
+        once, run.evaluation, config.ngram, config.ngram_overlap, config.ngram_common
+    )
 
 
 # ---- sampling
@@ -635,8 +434,8 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     state_file = output.with_suffix(STATE)
     if output.exists() and not state_file.exists():
         refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
-    rows = load_rows(config)
-    evaluation = evaluation_texts(config)
+    rows = sift.load_rows(config.data, config.prompt_key, config.label_key)
+    evaluation = sift.load_texts(config.decontaminate, config.prompt_key)
     for model in (config.model, *config.audit_model):  # before hours of sampling, not after
         load_config(local_folder(model))
     try:

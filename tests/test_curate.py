@@ -13,8 +13,9 @@ from conftest import ROOT
 
 import curate
 import overlap
+import sift
 from config import ConfigError
-from curate import CurateConfig, Drop, examine, judge_label
+from curate import CurateConfig, judge_label
 from verify import Verifier, label_kind
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ LONG_ANSWER = "the function is increasing on the whole line and bounded"
 )
 def test_each_reason_has_its_problems_and_spares_their_lookalikes(prompt, label, reason):
     kind, value = label_kind(label)
-    found = examine(prompt, label, kind, value and value[0])
+    found = sift.examine(prompt, label, kind, value and value[0])
     assert (found and found.reason) == reason
 
 
@@ -288,7 +289,7 @@ def test_models_see_the_suffix_and_the_output_does_not(tmp_path):
     rows = [{"prompt": "What is 2+3?", "label": "5"}]
     settings = config(tmp_path, rows, prompt_suffix="Box it.", **NO_SAMPLING)
     tokenizer = curate.load_tokenizer(settings.model)
-    (row,) = curate.load_rows(settings)
+    (row,) = sift.load_rows(settings.data, "", "")
     seen = curate.make_problem(0, row, tokenizer, settings.prompt_suffix).prompt
     assert "What is 2+3?\nBox it." in seen
     curate.curate(settings, CPU)
@@ -477,5 +478,6 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(flags, words, tmp_p
 
 
 def test_every_reason_is_described():
-    used = set(re.findall(r'Drop\("(\w+)"', (ROOT / "curate.py").read_text()))
-    assert used | {"hard_surplus"} == set(curate.REASONS) and Drop("x").detail == ""
+    sources = "".join((ROOT / name).read_text() for name in ("curate.py", "sift.py"))
+    used = set(re.findall(r'Drop\("(\w+)"', sources))
+    assert used | {"hard_surplus"} == set(sift.REASONS) and sift.Drop("x").detail == ""
