@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import distributed
@@ -29,16 +28,8 @@ import rewards
 import sandbox
 import verify
 from books import append, is_repetitive, sample_row
-from config import CHOICES, ROOT, ConfigError, Parser, from_flags
-from data import (
-    Problem,
-    Rollout,
-    load_problems,
-    load_tokenizer,
-    pack,
-    partition,
-    think_mode,
-)
+from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
+from data import Problem, Rollout, load_problems, load_tokenizer, pack, partition, think_mode
 from distributed import print0
 from draw import Truncation
 from model import load_config, local_folder
@@ -51,6 +42,7 @@ from scores import (
     RESAMPLES,
     band,
     best_at_k,
+    compare,
     count_votes,
     maj_at_k,
     pass_at_k,
@@ -108,23 +100,27 @@ class Options:
     verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed: a wrong answer")
 
     def check(self) -> None:
-        """ConfigError for a value out of range."""
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0.")
+        """ConfigError for a value out of range, or files in each other's place."""
         for name in ("device", "dtype", "think"):
             if getattr(self, name) not in (None, *CHOICES[name]):
-                raise ConfigError(f"--{name} must be one of {', '.join(CHOICES[name])}.")
-        if self.temperature < 0:
-            raise ConfigError("--temperature must not be negative.")
-        if self.top_p > 1 or self.top_k < 0 or not 0 <= self.min_p <= 1:
-            raise ConfigError(
-                "--top-p must be above 0 and at most 1, --top-k not negative, --min-p in [0, 1]."
-            )
+                refuse(name, f"must be one of {', '.join(CHOICES[name])}")
+        for names, fits, rule in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    refuse(name, rule)
         if len(set(self.data)) < len(self.data):
-            raise ConfigError(f"--data names a set twice: {' '.join(self.data)}.")
-        check_files(self)
+            refuse("data", f"names a set twice: {' '.join(self.data)}")
+        taken = {Path(data).resolve(): "--data" for data in self.data}
+        files = {"--output": self.output, "--save-responses": self.save_responses}
+        for flag, file in (files | {"the figure of --output,": self.figure}).items():
+            if file and (other := taken.setdefault(Path(file).resolve(), flag)) != flag:
+                raise ConfigError(f"{flag} {file} would overwrite {other}; name another file.")
+
+    @property
+    def figure(self) -> Path | None:
+        """The file of the figure, if there will be one."""
+        return Path(self.output).with_suffix(".png") if self.output and self.compare else None
 
     @property
     def truncation(self) -> Truncation:
@@ -132,8 +128,14 @@ class Options:
         return Truncation(self.top_p, self.top_k, self.min_p)
 
 
-POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens top_p nproc slots
-    max_tokens_per_micro_batch verifier_workers verifier_timeout_s""".split()
+POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens nproc slots
+    max_tokens_per_micro_batch verifier_workers verifier_timeout_s"""
+RANGES = (
+    (POSITIVE, lambda x: x > 0, "must be above 0"),
+    ("temperature top_k", lambda x: x >= 0, "must not be negative"),
+    ("top_p", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    ("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
+)
 # What is left unset is that of the run which --model or --compare belongs to; else this.
 FROM_RUN = {
     "max_response_tokens": 128,
@@ -142,25 +144,6 @@ FROM_RUN = {
     "label_key": "",
     "think": "auto",
 }
-
-
-def figure_of(options: Options) -> str:
-    """The file of the figure, if there will be one."""
-    return str(Path(options.output).with_suffix(".png")) if options.compare else ""
-
-
-def check_files(options: Options) -> None:
-    """ConfigError for a file to write that is an input, or that two flags write."""
-    taken = {Path(data).resolve(): f"--data {data}" for data in options.data}
-    for flag, file in (
-        ("--output", options.output),
-        ("--save-responses", options.save_responses),
-        ("the figure of --output,", options.output and figure_of(options)),
-    ):
-        if file and (place := Path(file).resolve()) in taken:
-            raise ConfigError(f"{flag} {file} would overwrite {taken[place]}; name another file.")
-        if file:
-            taken[place] = f"{flag} {file}"
 
 
 def take_from_run(options: Options) -> None:
@@ -176,13 +159,16 @@ def take_from_run(options: Options) -> None:
 
 def open_files(options: Options) -> None:
     """What cannot be written fails now, not after hours; older responses there are dropped."""
-    for flag, file in (("output", options.output), ("save-responses", options.save_responses)):
+    for name, file, mode in (
+        ("output", options.output, "a"),
+        ("save_responses", options.save_responses, "w"),
+    ):
         if file and distributed.rank() == 0:
             try:
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
-                open(file, "a" if flag == "output" else "w").close()
+                open(file, mode).close()
             except OSError as error:
-                raise ConfigError(f"--{flag} {file} cannot be written: {error.strerror}.") from None
+                refuse(name, f"{file} cannot be written: {error.strerror}")
 
 
 # ---- what to evaluate
@@ -204,9 +190,10 @@ def prepare(path: str, options: Options) -> Subject:
     load_config(folder)  # says more of a directory that is no checkpoint than the next line would
     subject = Subject(path, folder, load_tokenizer(folder), {})
     if options.force_budget and "</think>" not in subject.tokenizer.get_vocab():
-        raise ConfigError(
-            f"--force-budget closes the thinking with </think>, which is not a token of {folder}; "
-            "leave it out for a model that does not think in tags."
+        refuse(
+            "force_budget",
+            f"closes the thinking with </think>, which is not a token of {folder}; leave it out "
+            "for a model that does not think in tags",
         )
     for data in options.data:
         subject.sets[data] = load_problems(
@@ -219,86 +206,80 @@ def prepare(path: str, options: Options) -> Subject:
 def check_pair(subjects: Sequence[Subject]) -> None:
     """Paired differences need two checkpoints, and the same problems in the same places."""
     if len(subjects) > len({s.folder.resolve() for s in subjects}):
-        raise ConfigError(
-            f"--compare is the checkpoint of --model ({subjects[0].folder}); no score would differ."
+        refuse(
+            "compare", f"is the checkpoint of --model ({subjects[0].folder}); no score would differ"
         )
     for data in subjects[0].sets:
         if len({tuple((p.id, p.label) for p in s.sets[data][0]) for s in subjects}) > 1:
-            raise ConfigError(
-                f"--max-prompt-tokens drops different problems of {data} for the two models, whose "
-                "tokenizers differ; raise it."
+            refuse(
+                "max_prompt_tokens",
+                f"drops different problems of {data} for the two models, whose tokenizers differ; "
+                "raise it",
             )
 
 
-# ---- scores of one problem
+# ---- scores
 
 
 def score_problem(
-    group: Sequence[Rollout], options: Options, grader: verify.Verifier, vote: bool = True,
+    group: Sequence[Rollout], options: Options, grader: Verifier, vote: bool = True,
     finals: Sequence[float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A row of `per_problem`: scores by name, and what they come from. vote: with maj@k. finals:
     the critic's V of each response.
     """
-    n, kind, mean = len(group), group[0].problem.verifier, lambda xs: sum(xs) / len(group)
-    has_answer = lambda r: kind in rewards.ANSWERS and r.reason in ANSWERED
-    votes = count_votes(
-        [r.answer if has_answer(r) else None for r in group],
-        [r.correct == 1 for r in group],
-        lambda a, b: grader.equal(a, b, kind),
-    )
-    right = sum(r.correct == 1 for r in group)
-    scores = {f"avg@{n}": mean([r.correct for r in group])}
+    n, problem = len(group), group[0].problem
+    mean = lambda xs: sum(xs) / n
+    right, credit = [r.correct == 1 for r in group], [r.correct for r in group]
+    has_answer = lambda r: problem.verifier in rewards.ANSWERS and r.reason in ANSWERED
+    answers = [r.answer if has_answer(r) else None for r in group]
+    votes = count_votes(answers, right, lambda a, b: grader.equal(a, b, problem.verifier))
+    counts, winners = [count for _, count, _ in votes], [is_right for *_, is_right in votes]
+    scores = {f"avg@{n}": mean(credit)}
     for k in subset_sizes(n):
-        scores[f"pass@{k}"] = pass_at_k(n, right, k)
+        scores[f"pass@{k}"] = pass_at_k(n, sum(right), k)
         if vote:
-            scores[f"maj@{k}"] = maj_at_k(n, [v[1] for v in votes], [v[2] for v in votes], k)
+            scores[f"maj@{k}"] = maj_at_k(n, counts, winners, k)
         if finals is not None:
-            scores[f"best@{k}"] = best_at_k(finals, [r.correct for r in group], k)
+            scores[f"best@{k}"] = best_at_k(finals, credit, k)
     scores["truncated"] = mean([r.finish_reason == "length" for r in group])
     if options.force_budget:
         scores["forced"] = mean([len(r.response_ids) > options.max_response_tokens for r in group])
     scores["repetitive"] = mean([is_repetitive(r.text) for r in group])
     scores["length"] = mean([len(r.response_ids) for r in group])
     return {
-        "id": group[0].problem.id,
-        "label": group[0].problem.label,
+        "id": problem.id,
+        "label": problem.label,
         "n": n,
-        "right": right,
+        "right": sum(right),
         "answers": {answer: count for answer, count, _ in votes},
         "verdicts": dict(Counter(r.reason for r in group)),
         "scores": scores,
     }
 
 
-def compare(before: Sequence[dict], after: Sequence[dict], picks: Tensor) -> dict[str, Any]:
-    """Paired differences of two lists of problems (rows of `per_problem`), after minus before.
-
-    `gained`: no response right before, at least one after; `lost`: the reverse. The change of avg
-    is the sum of its parts over gained (discovery), lost, and problems solved by both (sharpening).
-    """
-    names = before[0]["scores"].keys()
-    change = lambda name: [
-        b["scores"][name] - a["scores"][name] for a, b in zip(before, after, strict=True)
+def score_set(
+    groups: Sequence[Sequence[Rollout]], finals: Sequence[Sequence[float]] | None,
+    options: Options, grader: Verifier,
+) -> dict[str, Any]:  # fmt: skip
+    """Scores of a set with their bands, and the problems behind them."""
+    vote = all(group[0].problem.verifier in rewards.ANSWERS for group in groups)
+    rows = [
+        score_problem(group, options, grader, vote, values)
+        for group, values in zip(groups, finals or [None] * len(groups), strict=True)
     ]
-    moves: dict[str, list[dict]] = {"gained": [], "lost": []}
-    parts = {"discovery": 0.0, "lost": 0.0, "sharpening": 0.0}
-    for a, b, gain in zip(before, after, change(f"avg@{before[0]['n']}"), strict=True):
-        solved = bool(a["right"]), bool(b["right"])
-        part = {(False, True): "discovery", (True, False): "lost"}.get(solved, "sharpening")
-        parts[part] += gain / len(before)
-        if part != "sharpening":
-            row = {"id": a["id"], "before": a["right"], "after": b["right"], "n": a["n"]}
-            moves["gained" if part == "discovery" else "lost"].append(row)
-    differences = {name: band(change(name), picks) for name in names}
-    return {"differences": differences, "avg_change": parts, **moves}
+    picks = resamples(len(rows), options.seed)
+    scores = {
+        name: band([row["scores"][name] for row in rows], picks) for name in rows[0]["scores"]
+    }
+    return {"responses": sum(map(len, groups)), "scores": scores, "per_problem": rows}
 
 
 # ---- sampling
 
 
 def force_answers(
-    sampler: Sampler, grader: verify.Verifier, groups: list, options: Options, think: str
+    sampler: Sampler, grader: Verifier, groups: list, options: Options, think: str
 ) -> list[list[Rollout]]:
     """Budget forcing (s1, 2501.19393): a thought that the budget cut off is closed with CLOSING,
     and the response goes on for at most `answer_tokens`. Graded again, in order.
@@ -354,60 +335,46 @@ def load_critic(options: Options, device: torch.device) -> torch.nn.Module:
         critic = Critic.from_pretrained(folder, getattr(torch, options.dtype))
     except (OSError, ValueError) as error:
         why = str(error).rstrip(".")
-        raise ConfigError(
-            f"--critic {options.critic} is no critic: {why}; give a run that has one, or the "
-            "folder `critic` of a checkpoint."
-        ) from error
+        refuse(
+            "critic",
+            f"{options.critic} is no critic: {why}; give a run that has one, or the folder "
+            "`critic` of a checkpoint",
+        )
     return critic.to(device).requires_grad_(False)
-
-
-def sample_set(
-    sampler: Sampler, critic: torch.nn.Module | None, grader: verify.Verifier,
-    problems: Sequence[Problem], options: Options, think: str,
-) -> tuple[list[list[Rollout]], list[list[float]] | None]:  # fmt: skip
-    """n graded responses to every problem, and the critic's final V of each, on every rank."""
-    groups = evaluate(
-        sampler, grader, problems, samples=options.n, max_new_tokens=options.max_response_tokens,
-        temperature=options.temperature, think=think, seed=options.seed,
-        truncation=options.truncation,
-    )  # fmt: skip
-    if options.force_budget:
-        groups = force_answers(sampler, grader, groups, options, think)
-    if critic is None:
-        return groups, None
-    return groups, final_values(critic, groups, options.max_tokens_per_micro_batch)
 
 
 def evaluate_subject(
     subject: Subject, critic: torch.nn.Module | None, options: Options, device: torch.device,
-    grader: verify.Verifier,
+    grader: Verifier,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Yield (set, result) for every set: scores with bands, and the problems behind them. Rank 0
-    scores, the others only sample.
-    """
+    """Yield (set, result) for every set. Rank 0 scores, the others only sample."""
     dtype = getattr(torch, options.dtype)
     sampler = Sampler.from_pretrained(
         subject.folder, subject.tokenizer, options.slots, dtype, device
     )
     for data, (problems, dropped) in subject.sets.items():
         think = think_mode(options.think, problems)
-        groups, finals = sample_set(sampler, critic, grader, problems, options, think)
+        groups = evaluate(
+            sampler, grader, problems, samples=options.n, seed=options.seed, think=think,
+            max_new_tokens=options.max_response_tokens, temperature=options.temperature,
+            truncation=options.truncation,
+        )  # fmt: skip
+        if options.force_budget:
+            groups = force_answers(sampler, grader, groups, options, think)
+        finals = None
+        if critic is not None:
+            finals = final_values(critic, groups, options.max_tokens_per_micro_batch)
         if distributed.rank() > 0:
             continue
         if options.save_responses:
             about = {"model": subject.path, "set": data}
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
             append(Path(options.save_responses), rows)
-        vote = all(p.verifier in rewards.ANSWERS for p in problems)
-        rows = [
-            score_problem(group, options, grader, vote, finals and finals[i])
-            for i, group in enumerate(groups)
-        ]
-        picks, names = resamples(len(rows), options.seed), rows[0]["scores"]
         result = {"problems": len(problems), "dropped": dropped, "think": think}
-        result["responses"] = sum(map(len, groups))
-        result["scores"] = {name: band([r["scores"][name] for r in rows], picks) for name in names}
-        yield data, result | {"per_problem": rows}
+        yield data, result | score_set(groups, finals, options, grader)
+
+
+# ---- the whole
 
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
@@ -426,23 +393,18 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
             for data, result in evaluate_subject(subject, critic, options, device, grader):
                 report[role]["sets"][data] = result
                 save(options, report)
-                evalreport.print_result(subject.path, data, report["settings"], result)
+                evalreport.print_result(report, role, data)
     if options.compare and distributed.rank() == 0:
-        report["comparison"] = {data: compare_set(options, report, data) for data in options.data}
+        report["comparison"] = {}
+        for data in options.data:
+            before, after = (report[role]["sets"][data]["per_problem"] for role in roles)
+            comparison = compare(before, after, resamples(len(before), options.seed))
+            report["comparison"][data] = comparison
+            evalreport.print_comparison(report, data)
         save(options, report)
-        if options.output:
-            evalreport.draw(report, Path(figure_of(options)))
+        if options.figure:
+            evalreport.draw(report, options.figure)
     return report
-
-
-def compare_set(options: Options, report: dict, data: str) -> dict[str, Any]:
-    """`compare` of one set, printed."""
-    before, after = (report[role]["sets"][data]["per_problem"] for role in ("model", "compare"))
-    comparison = compare(before, after, resamples(len(before), options.seed))
-    print(f"\n{options.compare} minus {options.model} on {data}, paired over problems")
-    evalreport.print_table(report["settings"], comparison["differences"], sign="+")
-    evalreport.print_moves(comparison)
-    return comparison
 
 
 def settings(options: Options) -> dict[str, Any]:

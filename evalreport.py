@@ -5,36 +5,53 @@ from dataclasses import asdict
 from pathlib import Path
 
 from draw import Truncation
-from scores import LEVEL, RESAMPLES, subset_sizes
+from scores import LEVEL, subset_sizes
 
 KINDS = ("pass", "maj", "best")  # scores over k
 
 
-def print_result(path: str, data: str, s: dict, result: dict) -> None:
-    """The table of one model on one set."""
+def print_result(report: dict, role: str, data: str) -> None:
+    """The table of the model in a role (model, compare) on one set."""
+    settings, result = report["settings"], report[role]["sets"][data]
     dropped = f", {result['dropped']} dropped: too long" if result["dropped"] else ""
     print(
-        f"\n{path} on {data}: {result['problems']} problems x {s['n']} = "
+        f"\n{report[role]['path']} on {data}: {result['problems']} problems x {settings['n']} = "
         f"{result['responses']} responses{dropped}"
     )
-    print_table(s | {"think": result["think"]}, result["scores"])
+    print_table(settings | {"think": result["think"]}, result["scores"])
     if "maj@1" not in result["scores"]:
         print("no maj@k: some of these problems are of a kind that has no answer to vote for.")
     if result["scores"]["truncated"]["value"] > 0.5:
         print("WARNING: most responses were cut off; raise --max-response-tokens.")
 
 
-def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
+def print_comparison(report: dict, data: str) -> None:
+    """The table of differences on one set, where the change of avg comes from, and which problems
+    were gained and lost.
+    """
+    before, after = report["model"]["path"], report["compare"]["path"]
+    comparison = report["comparison"][data]
+    print(f"\n{after} minus {before} on {data}, paired over problems")
+    print_table(report["settings"], comparison["differences"], sign="+")
+    parts = comparison["avg_change"]
+    print("avg changed by " + " ".join(f"{x:+.3f} ({name})" for name, x in parts.items()))
+    for name in ("gained", "lost"):
+        moved = [f"{m['id']} ({m['before']} -> {m['after']})" for m in comparison[name]]
+        more = ", ..." if len(moved) > 5 else ""
+        print(f"{name} {len(moved)} problems{': ' if moved else ''}{', '.join(moved[:5])}{more}")
+
+
+def print_table(settings: dict, scores: dict[str, dict], sign: str = "") -> None:
     """Settings, then scores with their bands: one row per k, then the others."""
-    forced = f" + {s['answer_tokens']} forced" if s["force_budget"] else ""
-    drawn = asdict(Truncation())
-    drawn = "".join(f", {name} {s[name]:g}" for name, whole in drawn.items() if s[name] != whole)
-    print(
-        f"n {s['n']}, temperature {s['temperature']:g}{drawn}, "
-        f"{s['max_response_tokens']} tokens{forced}, "
-        f"think {s['think']}, {s['dtype']}, seed {s['seed']}, verifier {s['verifier']}; "
-        f"[{LEVEL:.0%} bands over problems, {RESAMPLES} resamples]"
+    forced = f" + {settings['answer_tokens']} forced" if settings["force_budget"] else ""
+    whole = asdict(Truncation())
+    cut = [f", {name} {settings[name]:g}" for name in whole if settings[name] != whole[name]]
+    line = (
+        "n {n}, temperature {temperature:g}{cut}, {max_response_tokens} tokens{forced}, "
+        "think {think}, {dtype}, seed {seed}, verifier {verifier}; "
+        "[{level:.0%} bands over {over}, {resamples} resamples]"
     )
+    print(line.format_map(settings | settings["bands"] | {"cut": "".join(cut), "forced": forced}))
 
     def cell(name: str) -> str:
         places = 1 if name == "length" else 3
@@ -47,21 +64,11 @@ def print_table(s: dict, scores: dict[str, dict], sign: str = "") -> None:
     kinds = [kind for kind in KINDS if f"{kind}@1" in scores]
     row = lambda cells: "  ".join(f"{text:24}" for text in cells).rstrip()
     print(f"{'k':>12}  {row(f'{kind}@k' for kind in kinds)}")
-    for k in subset_sizes(s["n"]):
+    for k in subset_sizes(settings["n"]):
         print(f"{k:12}  {row(cell(f'{kind}@{k}') for kind in kinds)}")
     for name in scores:
         if name.split("@")[0] not in kinds:
             print(f"{name:>12}  {cell(name)}")
-
-
-def print_moves(comparison: dict) -> None:
-    """Where the change of avg comes from, and which problems were gained and lost."""
-    parts = comparison["avg_change"]
-    print("avg changed by " + " ".join(f"{x:+.3f} ({name})" for name, x in parts.items()))
-    for name in ("gained", "lost"):
-        moved = [f"{m['id']} ({m['before']} -> {m['after']})" for m in comparison[name]]
-        more = ", ..." if len(moved) > 5 else ""
-        print(f"{name} {len(moved)} problems{': ' if moved else ''}{', '.join(moved[:5])}{more}")
 
 
 def draw(report: dict, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores of one problem from n graded responses, and their bands over problems.
+"""Scores of one problem from n graded responses, their bands over problems, and paired differences.
 
 pass@k, maj@k and best@k ask what k responses would have scored. Each is the mean over all C(n, k)
 subsets of the n, counted in closed form: unbiased, and without the noise of drawing subsets.
@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,3 +114,27 @@ def band(scores: Sequence[float], picks: Tensor) -> dict[str, float]:
     edges = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = torch.quantile(values[picks].mean(1), edges).tolist()
     return {"value": float(values.mean()), "low": low, "high": high}
+
+
+def compare(before: Sequence[dict], after: Sequence[dict], picks: Tensor) -> dict[str, Any]:
+    """Paired differences of two lists of problems, after minus before: each problem has `id`, `n`,
+    `right` of n, and `scores` by name.
+
+    `gained`: no response right before, at least one after; `lost`: the reverse. The change of avg
+    is the sum of its parts over gained (discovery), lost, and all others (sharpening).
+    """
+    pairs = list(zip(before, after, strict=True))
+    changes = {
+        name: [b["scores"][name] - a["scores"][name] for a, b in pairs]
+        for name in before[0]["scores"]
+    }
+    gained, lost = [], []
+    parts = {"discovery": 0.0, "lost": 0.0, "sharpening": 0.0}
+    for (a, b), change in zip(pairs, changes[f"avg@{before[0]['n']}"], strict=True):
+        part = "sharpening"
+        if bool(a["right"]) != bool(b["right"]):
+            part, moved = ("discovery", gained) if b["right"] else ("lost", lost)
+            moved.append({"id": a["id"], "before": a["right"], "after": b["right"], "n": a["n"]})
+        parts[part] += change / len(before)
+    differences = {name: band(change, picks) for name, change in changes.items()}
+    return {"differences": differences, "avg_change": parts, "gained": gained, "lost": lost}

@@ -15,10 +15,10 @@ import train
 import verify
 from critic import Critic
 from data import Problem, Rollout, load_problems, load_tokenizer, pack
-from eval import CLOSING, Options, compare, final_values, main, parse, score_problem
+from eval import CLOSING, Options, final_values, main, parse, score_problem
 from model import Transformer
 from rundir import part_of
-from scores import resamples
+from scores import compare, resamples
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets/tiny-base"
@@ -407,7 +407,10 @@ def test_bad_input_is_one_sentence(flags, words, monkeypatch):
     [
         ("--output DATA", "--output .* would overwrite --data"),
         ("--save-responses ./DATA", "--save-responses .* would overwrite --data"),
-        ("--output x.json --save-responses x.json", "would overwrite --output x.json"),
+        (
+            "--output x.json --save-responses x.json",
+            "--save-responses x.json would overwrite --output;",
+        ),
         (
             f"--compare {ROOT} --output x.json --save-responses x.png",
             "the figure of --output, x.png",
