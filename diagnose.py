@@ -172,9 +172,9 @@ def pooled(stages: dict[str, list[dict]], key: str, count: str = "") -> dict[str
     behind it (all alike without); a stage that has none is left out.
     """
     means = {}
+    whole = lambda row: row.get(count, 1) and None not in np.atleast_1d(row.get(key))
     for label, rows in stages.items():
-        rows = [row for row in rows if row.get(key) is not None and row.get(count, 1)]
-        rows = [row for row in rows if None not in np.atleast_1d(row[key])]
+        rows = [row for row in rows if whole(row)]
         if rows:
             curves = np.array([np.atleast_1d(row[key]) for row in rows], dtype=float)
             means[label] = np.average(curves, 0, [row.get(count, 1) for row in rows])
@@ -270,9 +270,7 @@ def window(values: Sequence[float], at: int) -> np.ndarray:
 
 def mean(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Mean of windows, place by place over those that have a value there; NaN where none has."""
-    rows = np.array(rows)
-    counts = (~np.isnan(rows)).sum(0)
-    return np.nansum(rows, 0) / np.where(counts, counts, np.nan)
+    return np.ma.masked_invalid(rows).mean(0).filled(np.nan)
 
 
 def draw_fall(ax, falls: dict[str, np.ndarray]) -> None:
@@ -297,8 +295,12 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, help="run with a stored group")
     parser.add_argument("--step", type=int, help="step of that group")
     args = parser.parse_args()
-    paired = (args.source is None) == (args.step is None) and (args.explain or not args.source)
-    if args.explain == bool(args.runs) or not paired or (args.explain and args.report):
+    if args.explain:
+        of_figures = args.runs or args.report or args.output
+        fits = not of_figures and (args.source is None) == (args.step is None)
+    else:
+        fits = args.runs and args.source is None and args.step is None
+    if not fits:
         parser.error(
             "give [--report] RUN_DIR ..., or --explain, or --explain --from RUN_DIR --step N"
         )

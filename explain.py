@@ -63,9 +63,9 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
     for group in groups:
         if len(group) == size and len({row["reward"] for row in group}) > 1:
             return group
-    raise SystemExit(
-        f"error: rollouts.jsonl of {run} has no whole kept group of {size} with different rewards "
-        f"in step {step}; choose another step, or train with --log-samples -1."
+    raise ValueError(
+        f"rollouts.jsonl of {run} has no whole kept group of {size} with different rewards in step "
+        f"{step}; choose another step, or train with --log-samples -1."
     )
 
 
@@ -115,11 +115,15 @@ def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
     own = group.config if group.config.get("algorithm") == name else {}
     settings = ALGORITHMS[name].defaults | {k: v for k, v in own.items() if v is not None}
     mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
-    inputs = dict(values=pad_sequence(group.values, True), mask=mask)
-    inputs |= dict(token_rewards=terminal_reward(torch.tensor(group.rewards), mask))
-    inputs |= dict(raw_token_rewards=terminal_reward(torch.tensor(group.raw), mask))
-    ids = torch.zeros(len(mask), dtype=torch.long)
-    return ALGORITHMS[name].advantage(**inputs, group_ids=ids, **settings)[0], settings
+    result, _ = ALGORITHMS[name].advantage(
+        values=pad_sequence(group.values, True),
+        mask=mask,
+        token_rewards=terminal_reward(torch.tensor(group.rewards), mask),
+        raw_token_rewards=terminal_reward(torch.tensor(group.raw), mask),
+        group_ids=torch.zeros(len(mask), dtype=torch.long),
+        **settings,
+    )
+    return result, settings
 
 
 def cells(numbers, width: int = 7) -> str:

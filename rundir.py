@@ -11,9 +11,9 @@ import jsonl
 
 
 def file_of(run: Path, name: str) -> Path:
-    """run/name; one sentence when the directory holds no run."""
+    """run/name; FileNotFoundError when the directory holds no run."""
     if not (run / name).is_file():
-        raise SystemExit(f"error: {run} holds no {name}; give the directory that train.py printed.")
+        raise FileNotFoundError(f"{run} holds no {name}; give the directory that train.py printed.")
     return run / name
 
 

@@ -220,18 +220,18 @@ def test_a_problem_drawn_twice_in_a_step_makes_two_groups(tmp_path):
 def test_a_missing_file_is_named(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / name).unlink()
-    with pytest.raises(SystemExit, match=f"holds no {name}; give the directory"):
+    with pytest.raises(FileNotFoundError, match=f"holds no {name}; give the directory"):
         explain.stored_group(run, 4)
 
 
 @pytest.mark.parametrize("rewards", [((0, 0, 0),), ((1, 1, 1),), ((1, 0),)])
 def test_a_step_without_a_whole_mixed_group_says_what_to_do(tmp_path, rewards):
-    with pytest.raises(SystemExit, match="no whole kept group of 3.*--log-samples -1"):
+    with pytest.raises(ValueError, match="no whole kept group of 3.*--log-samples -1"):
         explain.stored_group(write_run(tmp_path / "run", rewards), 4)
 
 
 def test_a_step_that_was_not_logged_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="in step 9"):
+    with pytest.raises(ValueError, match="in step 9"):
         explain.stored_group(write_run(tmp_path / "run"), 9)
 
 
@@ -273,7 +273,13 @@ def test_steps_are_marked_by_whole_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--explain", "RUN"], ["--explain", "--step", "1"], ["RUN", "--from", "R", "--step", "1"]],
+    [
+        [],
+        ["--explain", "RUN"],
+        ["--explain", "--step", "1"],
+        ["--explain", "--output", "F"],
+        ["RUN", "--from", "R", "--step", "1"],
+    ],
 )
 def test_flags_that_do_not_fit_together_are_refused(monkeypatch, capsys, arguments):
     with pytest.raises(SystemExit):
@@ -399,5 +405,5 @@ def test_a_run_without_a_critic_has_the_share_of_advantages_alone(tmp_path):
 
 
 def test_a_directory_without_metrics_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="holds no metrics.jsonl; give the directory"):
+    with pytest.raises(FileNotFoundError, match="holds no metrics.jsonl; give the directory"):
         diagnose.draw([tmp_path], tmp_path)
