@@ -17,7 +17,7 @@ from rundir import config_of, file_of, part_of, read_rows, token_texts
 
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response
-STEPS, EACH = 3, 2  # steps shown, and right and wrong responses of each
+EACH = 2  # right and wrong responses shown of a step
 CHANGES = {
     "held-out accuracy": "eval/accuracy",
     "reward of sampled responses": "rollout/reward_mean",
@@ -126,13 +126,14 @@ def chosen_groups(run: Path) -> list[list[dict]]:
     file = run / "rollouts.jsonl"
     coloured = lambda: (row for row in read_rows(file) if row.get("advantages"))
     steps = sorted({row["step"] for row in coloured()})
-    places = {round(i * (len(steps) - 1) / (STEPS - 1)) for i in range(STEPS)} if steps else set()
-    groups: dict[int, list[dict]] = {steps[place]: [] for place in sorted(places)}
-    for row in coloured() if groups else ():
+    if not steps:
+        return []
+    groups: dict[int, list[dict]] = {s: [] for s in (steps[0], steps[len(steps) // 2], steps[-1])}
+    for row in coloured():
         group = groups.get(row["step"])
         if group is not None and (not group or group[0]["problem_id"] == row["problem_id"]):
-            alike = [other for other in group if other["reward"] == row["reward"]]
-            group += [row] if len(alike) < EACH else []
+            if sum(other["reward"] == row["reward"] for other in group) < EACH:
+                group.append(row)
     return list(groups.values())
 
 
@@ -153,8 +154,9 @@ def tokenizer_of(run: Path, model: str) -> Any:
 def group_html(group: Sequence[dict], tokenizer: Any, scale: float) -> str:
     """Prompt and responses of one group."""
     title = escape(f"Step {group[0]['step']}, problem {group[0]['problem_id']}")
-    texts = [token_texts(tokenizer, row["response_ids"]) for row in group]
-    responses = "".join(map(response_html, group, texts, [scale] * len(group)))
+    responses = "".join(
+        response_html(row, token_texts(tokenizer, row["response_ids"]), scale) for row in group
+    )
     return f"<h3>{title}</h3>\n<pre>{escape(group[0]['prompt'])}</pre>\n{responses}"
 
 
@@ -173,8 +175,7 @@ def response_html(row: dict, texts: Sequence[str], scale: float) -> str:
         for i, (text, a, v) in enumerate(zip(texts, row["advantages"], values, strict=True))
     ]
     if len(tokens) > HEAD + TAIL:
-        left_out = f"\n\n[{len(tokens) - HEAD - TAIL} tokens left out]\n\n"
-        tokens[HEAD:-TAIL] = [left_out]
+        tokens[HEAD:-TAIL] = [f"\n\n[{len(tokens) - HEAD - TAIL} tokens left out]\n\n"]
     return f"<div>{escape(about)}</div>\n<pre>{''.join(tokens)}</pre>\n"
 
 
