@@ -301,8 +301,7 @@ def judge_label(by_model: Sequence[Votes], config: CurateConfig, grader: Verifie
     enough = lambda votes: votes and votes[0][1] / n >= config.audit_majority
     if not all(map(enough, by_model)):
         return "undecided"
-    tops = [votes[0] for votes in by_model]
-    answers, right = [answer for answer, _, _ in tops], [right for _, _, right in tops]
+    answers, _, right = zip(*(votes[0] for votes in by_model), strict=True)
     if all(right):
         return "confirmed"
     if any(right) or not all(grader.equal(answer, answers[0]) for answer in answers[1:]):
