@@ -118,7 +118,8 @@ POSITIVE = """max_prompt_tokens ngram ngram_common max_response_tokens chunk slo
     verifier_workers verifier_timeout_s"""
 RANGES = (
     (POSITIVE, lambda x: x > 0, "must be above 0"),
-    ("audit_samples samples audit_temperature temperature", lambda x: x >= 0, "must be at least 0"),
+    ("audit_samples samples", lambda x: x >= 0, "must not be negative"),
+    ("audit_temperature temperature", lambda x: x >= 0, "must not be negative"),
     ("ngram_overlap audit_keep_hard", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
     ("min_pass_rate max_pass_rate", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
     ("audit_majority", lambda x: 0.5 < x <= 1, "must be above 0.5 and at most 1"),
