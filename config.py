@@ -396,8 +396,11 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     if not given.resume:
         return given
     file = Path(given.output_dir, "config.json")
-    stored = typed(parser, str(file), read_stored(given.output_dir, file))
-    config = Config(**recipe | stored | flags)
+    remembered = read_stored(given.output_dir, file)
+    stored = typed(parser, str(file), remembered)
+    # What the run left unset a recipe cannot set either.
+    added = {name: value for name, value in recipe.items() if name not in remembered}
+    config = Config(**added | stored | flags)
     for name in FIXED_ON_RESUME:
         new, old = getattr(config, name), stored.get(name, getattr(Config, name))
         if new != old:

@@ -218,6 +218,17 @@ def test_a_recipe_edited_before_a_resume_is_said_to_be_ignored(tmp_path, capsys)
     assert "seed 0, not 5; lr 1e-06, not 2e-06 of" in line and "critic_lr" not in line
 
 
+def test_a_recipe_does_not_set_what_the_run_to_resume_left_unset(tmp_path, capsys):
+    """config.json says null for it, and the edited recipe changed the objective without a word."""
+    (tmp_path / "config.json").write_text(json.dumps(asdict(Config().resolved(ALGORITHMS))))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("dual_clip: 3\n")
+    resume = ["--resume", "--output-dir", str(tmp_path), "--config", str(recipe)]
+    assert parse(resume).dual_clip is None
+    assert "keeps dual_clip None, not 3.0" in capsys.readouterr().err
+    assert parse([*resume, "--dual-clip", "4"]).dual_clip == 4
+
+
 def test_critic_mode_accepts_group_size_one():
     config = Config(algorithm="ppo", group_size=1, dynamic_sampling=False).resolved(ALGORITHMS)
     assert config.group_size == 1
