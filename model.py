@@ -50,12 +50,14 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor) -> Tensor | None:
     """A copy of a matrix in the layout that a CPU multiplies fastest by: a large one in oneDNN's
-    own, a small one transposed.
+    own, a small one transposed. None: as it is, in a dtype that oneDNN does not multiply here.
     """
-    can = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.numel() < 100_000 or not can:
+    can = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
+    if not can.get(weight.dtype):  # torch's own loops over bfloat16 are 10x slower transposed
+        return None
+    if weight.numel() < 100_000:
         return weight.detach().T.contiguous()
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
