@@ -130,16 +130,19 @@ class KVCache:
         last; `holders`, all lists of pages there are, are changed in place.
 
         Plain decoding reads all pages between the first and the last of a kind, so this is done
-        when they lie scattered over a quarter more than they need.
+        when they lie scattered over a quarter more than they need; a kernel reads its rows' alone.
         """
+        if self.kernel:
+            return
         users = np.array(self.users)
         alone, shared = (users == 1).nonzero()[0], (users > 1).nonzero()[0]
         scattered = lambda pages: len(pages) and pages[-1] - pages[0] >= 1.25 * len(pages)
-        if self.kernel or not (scattered(alone) or scattered(shared)):
+        if not (scattered(alone) or scattered(shared)):
             return
         where = np.arange(len(users))
         for pages, first in ((alone, 0), (shared, len(users) - len(shared))):
             places = np.arange(first, first + len(pages))
+            # Those that lie elsewhere, into the places that lack one.
             where[np.setdiff1d(pages, places)] = np.setdiff1d(places, pages)
         sources = (where != np.arange(len(users))).nonzero()[0]
         self.copy(np.stack([sources, where[sources]], 1))
