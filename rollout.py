@@ -196,7 +196,7 @@ class Sampler:
             torch.cuda.empty_cache()  # what the trainer has left in torch's own pool is free too
             return int(0.8 * torch.cuda.mem_get_info(self.device)[0]) // per_token
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return memory // 4 // distributed.world_size() // per_token
+        return memory // 4 // distributed.ranks_here() // per_token
 
     def _prefill(self, cache: KVCache, jobs: Sequence[Job]) -> None:
         """Store keys and values of the jobs' tokens, at most `chunk` of them in one forward."""

@@ -104,6 +104,8 @@ class Ranks:
     def world_size(self):
         return self.count
 
+    ranks_here = world_size
+
     def rank(self):
         return self.own.rank
 

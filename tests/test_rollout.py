@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+import distributed
 import graphs
 import kvcache
 import rollout
@@ -356,6 +357,14 @@ def test_memory_that_training_has_left_in_the_pool_of_torch_counts_as_free(model
     config = model.config
     token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     assert sampler._affordable_tokens() == 8_000_000 // token
+
+
+def test_ranks_of_another_machine_take_no_memory_from_this_one(model, monkeypatch):
+    """Two machines of two ranks gave each rank half of its share of the RAM."""
+    alone = Sampler(model, [2])._affordable_tokens()
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Sampler(model, [2])._affordable_tokens() == alone // 2
 
 
 def test_memory_is_bounded_and_a_prompt_is_computed_and_held_once(model, monkeypatch):
