@@ -150,7 +150,8 @@ def leave(message: str) -> NoReturn:
     """
     if world_size() == 1:
         raise SystemExit(message)
-    print(f"rank {rank()}: {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"rank {rank()}: {message}\n")  # print would write the line's end apart
+    sys.stderr.flush()
     os._exit(1)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,17 @@ def test_a_command_ends_with_one_sentence(fault, end):
     with pytest.raises(SystemExit) as left, distributed.command("stopped"):
         raise fault
     assert left.value.code == end
+
+
+def test_ranks_that_fail_together_share_no_line(monkeypatch):
+    """Under PYTHONUNBUFFERED print writes the end of a line by itself, and ranks came between."""
+    writes = []
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    with pytest.raises(SystemExit):
+        distributed.leave("error: what to do")
+    assert writes == ["rank 0: error: what to do\n"]
 
 
 def test_a_fault_of_the_code_is_no_sentence():
