@@ -442,6 +442,10 @@ def load_config(folder: Path) -> PretrainedConfig:
         model_type = json.loads(file.read_text()).get("model_type")
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again.") from error
+    if model_type is None and (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"{folder} is a run; pass the policy of a checkpoint, checkpoints/step_N/policy in it."
+        )
     if model_type not in FAMILIES:
         raise ValueError(f"{file}: {unsupported(model_type)}")
     return FAMILIES[model_type].from_pretrained(folder)

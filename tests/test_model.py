@@ -345,6 +345,13 @@ BROKEN = {
         ),
         (ValueError, "model.safetensors is damaged"),
     ),
+    "a run": (
+        lambda f: (
+            (f / "config.json").write_text('{"algorithm": "grpo"}'),
+            (f / "checkpoints").mkdir(),
+        ),
+        (ValueError, "is a run; pass the policy of a checkpoint"),
+    ),
     "other architecture": (
         lambda f: edit_config(f, model_type="gemma2"),
         (ValueError, "config.json: model_type 'gemma2' is not supported; use one of llama, qwen2"),
