@@ -514,7 +514,7 @@ def handle_signals(state: State, config: Config) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    with distributed.command("stopped at once; the step in hand is lost."):
+    with distributed.command("stopped at once; a step in hand is lost."):
         config = parse(argv).resolved(losses.ALGORITHMS)
         if config.plan:
             plan.run(config)
