@@ -31,11 +31,14 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message says which field, why, and what to do."""
 
 
-def _f(default: Any, help: str, allowed: str | tuple = "", needs: str = "") -> Any:
+def option(default: Any, help: str, allowed: str | tuple = "", needs: str = "") -> Any:
     """A field. allowed: an interval such as "(0, 1]", or all the values there are; needs: the field
     without which it does nothing.
     """
-    return field(default=default, metadata={"help": help, "allowed": allowed, "needs": needs})
+    metadata = {"help": help, "allowed": allowed, "needs": needs}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -44,122 +47,122 @@ class Config:
 
     # fmt: off
     # What to train, on what, where to
-    model: str = _f(str(ROOT / "assets/tiny-base"), "Hugging Face directory or hub id of the start policy")
-    data: str = _f(str(ROOT / "assets/train.jsonl"), "training problems: .jsonl, .parquet or hub data set NAME[:CONFIG][@SPLIT]; prompt and label per row")
-    eval_data: str = _f(str(ROOT / "assets/eval.jsonl"), "held-out problems in the same format; empty: no evaluation")
-    prompt_key: str = _f("", "column of --data with the prompt (text, or chat messages); empty: prompt, problem, question, ...")
-    label_key: str = _f("", "column of --data with the right answer; empty: label, answer, ground_truth, ...")
-    prompt_suffix: str = _f("", "text put on a line of its own behind every prompt, such as a request to box the answer")
-    output_dir: str = _f("", "run directory; empty: a new one under runs/")
-    algorithm: str = _f("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
-    steps: int = _f(40, "rollout steps of the whole run, critic-only steps included", "(0, inf)")
-    seed: int = _f(0, "seeds data order and sampling", "[0, 4294967295]")
-    resume: bool = _f(False, "continue the run in --output-dir from its newest checkpoint")
-    replay: str = _f("", "minibatch.pt that a loss which was not finite left in its run directory: compute it again, say what is not finite, and end")
+    model: str = option(str(ROOT / "assets/tiny-base"), "Hugging Face directory or hub id of the start policy")
+    data: str = option(str(ROOT / "assets/train.jsonl"), "training problems: .jsonl, .parquet or hub data set NAME[:CONFIG][@SPLIT]; prompt and label per row")
+    eval_data: str = option(str(ROOT / "assets/eval.jsonl"), "held-out problems in the same format; empty: no evaluation")
+    prompt_key: str = option("", "column of --data with the prompt (text, or chat messages); empty: prompt, problem, question, ...")
+    label_key: str = option("", "column of --data with the right answer; empty: label, answer, ground_truth, ...")
+    prompt_suffix: str = option("", "text put on a line of its own behind every prompt, such as a request to box the answer")
+    output_dir: str = option("", "run directory; empty: a new one under runs/")
+    algorithm: str = option("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
+    steps: int = option(40, "rollout steps of the whole run, critic-only steps included", "(0, inf)")
+    seed: int = option(0, "seeds data order and sampling", "[0, 4294967295]")
+    resume: bool = option(False, "continue the run in --output-dir from its newest checkpoint")
+    replay: str = option("", "minibatch.pt that a loss which was not finite left in its run directory: compute it again, say what is not finite, and end")
 
     # Machine
-    device: str = _f("auto", "auto, cpu or cuda", ("auto", "cpu", "cuda"))
-    dtype: str = _f("auto", "dtype of activations: float32 or bfloat16; auto: bfloat16 on CUDA, else float32 (masters are always float32)", ("auto", "float32", "bfloat16"))
-    head_dtype: str = _f("auto", "dtype of the output layer's operands in trainer and sampler: float32, bfloat16, or auto: that of --dtype", ("auto", "float32", "bfloat16"))
-    nproc: int = _f(1, "processes on this node, one per GPU; above 1 train.py starts so many of itself", "(0, inf)")
-    activation_checkpointing: bool = _f(False, "recompute each layer in backward: less memory, a third more compute")
-    mlp_chunk_tokens: int = _f(0, "tokens at a time through the feed-forward half of a layer, recomputed in backward: a lower peak for long sequences; 0: all at once", "[0, inf)")
-    offload: str = _f("none", "keep on the host what is not at work: none; optimizer: AdamW's moments outside its step; idle: the weights of the model that does not train as well", ("none", "optimizer", "idle"))
-    plan: bool = _f(False, "print the memory plan of one GPU and stop; fetches nothing but the model's config.json")
-    gpu_memory_gb: float | None = _f(None, "memory of one GPU (GB) for the plan; unset: that of the first GPU here, else 80", "(0, inf)")
-    max_tokens_per_micro_batch: int = _f(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result (but see --optimizer muon)", "(0, inf)")
+    device: str = option("auto", "auto, cpu or cuda", ("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "dtype of activations: float32 or bfloat16; auto: bfloat16 on CUDA, else float32 (masters are always float32)", ("auto", "float32", "bfloat16"))
+    head_dtype: str = option("auto", "dtype of the output layer's operands in trainer and sampler: float32, bfloat16, or auto: that of --dtype", ("auto", "float32", "bfloat16"))
+    nproc: int = option(1, "processes on this node, one per GPU; above 1 train.py starts so many of itself", "(0, inf)")
+    activation_checkpointing: bool = option(False, "recompute each layer in backward: less memory, a third more compute")
+    mlp_chunk_tokens: int = option(0, "tokens at a time through the feed-forward half of a layer, recomputed in backward: a lower peak for long sequences; 0: all at once", "[0, inf)")
+    offload: str = option("none", "keep on the host what is not at work: none; optimizer: AdamW's moments outside its step; idle: the weights of the model that does not train as well", ("none", "optimizer", "idle"))
+    plan: bool = option(False, "print the memory plan of one GPU and stop; fetches nothing but the model's config.json")
+    gpu_memory_gb: float | None = option(None, "memory of one GPU (GB) for the plan; unset: that of the first GPU here, else 80", "(0, inf)")
+    max_tokens_per_micro_batch: int = option(8192, "tokens (prompt + response) per forward; changes memory and speed, never the result (but see --optimizer muon)", "(0, inf)")
 
     # Rollout
-    prompts_per_step: int = _f(24, "kept groups per step", "(0, inf)")
-    group_size: int | None = _f(None, "responses per problem (default 8)", "(0, inf)")
-    max_prompt_tokens: int = _f(256, "longer prompts are dropped when the data are read, and counted", "(0, inf)")
-    max_response_tokens: int = _f(128, "response budget, stop token included", "(0, inf)")
-    temperature: float = _f(1.0, "sampling temperature; trained log-probs use it too, V never does", "[0.01, 100]")
-    think: str = _f("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none", ("auto", "require", "none"))
-    slots: int = _f(64, "responses decoded at the same time per process", "(0, inf)")
-    kv_cache_tokens: int = _f(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold (with --async-steps: of what the plan leaves free), or a quarter of the CPU's", "[0, inf)")
-    prefill_chunk_tokens: int = _f(8192, "most prompt tokens the sampler computes in one forward; changes memory, never the result", "(0, inf)")
-    cuda_graphs: bool = _f(False, "on a GPU with a paged attention kernel: launch a decode step as one CUDA graph; new, try it before a long run")
-    dynamic_sampling: bool | None = _f(None, "keep only groups whose raw rewards differ (default true)")
-    max_pass_rate: float | None = _f(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off", "(0, 1]")
-    failure_weighted: bool = _f(False, "draw problems in proportion to 1 - their pass rate so far")
-    over_sampling: float = _f(1.0, "groups kept or running at any time, per group wanted; those running when enough are kept are aborted", "[1, 100]")
-    max_refills: int = _f(4, "a dropped group is replaced while others run, until a step has started (1 + this) x over_sampling x prompts_per_step groups; 0: none is replaced", "[0, inf)")
-    async_steps: int = _f(0, "1: sample the next step on the weights before the update, in a thread beside it; one process, needs an --is-mode", (0, 1))
-    partial_rollout: bool = _f(False, "resume aborted groups in the next step instead of dropping them")
-    partial_mask_old: bool = _f(False, "leave tokens that an older policy sampled out of the policy loss", needs="partial_rollout")
-    max_staleness: int | None = _f(None, "aborted groups with a token sampled more than this many policy updates ago start anew; unset: no bound", "[0, inf)", needs="partial_rollout")
+    prompts_per_step: int = option(24, "kept groups per step", "(0, inf)")
+    group_size: int | None = option(None, "responses per problem (default 8)", "(0, inf)")
+    max_prompt_tokens: int = option(256, "longer prompts are dropped when the data are read, and counted", "(0, inf)")
+    max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)")
+    temperature: float = option(1.0, "sampling temperature; trained log-probs use it too, V never does", "[0.01, 100]")
+    think: str = option("auto", "thinking tags: auto; require (no </think>, no reward: for templates that open <think> themselves); none", ("auto", "require", "none"))
+    slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
+    kv_cache_tokens: int = option(0, "most tokens per process whose keys and values are held while sampling; 0: what four fifths of the free GPU memory hold (with --async-steps: of what the plan leaves free), or a quarter of the CPU's", "[0, inf)")
+    prefill_chunk_tokens: int = option(8192, "most prompt tokens the sampler computes in one forward; changes memory, never the result", "(0, inf)")
+    cuda_graphs: bool = option(False, "on a GPU with a paged attention kernel: launch a decode step as one CUDA graph; new, try it before a long run")
+    dynamic_sampling: bool | None = option(None, "keep only groups whose raw rewards differ (default true)")
+    max_pass_rate: float | None = option(None, "leave out problems solved at least this often so far (ScaleRL: 0.9); unset: off", "(0, 1]")
+    failure_weighted: bool = option(False, "draw problems in proportion to 1 - their pass rate so far")
+    over_sampling: float = option(1.0, "groups kept or running at any time, per group wanted; those running when enough are kept are aborted", "[1, 100]")
+    max_refills: int = option(4, "a dropped group is replaced while others run, until a step has started (1 + this) x over_sampling x prompts_per_step groups; 0: none is replaced", "[0, inf)")
+    async_steps: int = option(0, "1: sample the next step on the weights before the update, in a thread beside it; one process, needs an --is-mode", (0, 1))
+    partial_rollout: bool = option(False, "resume aborted groups in the next step instead of dropping them")
+    partial_mask_old: bool = option(False, "leave tokens that an older policy sampled out of the policy loss", needs="partial_rollout")
+    max_staleness: int | None = option(None, "aborted groups with a token sampled more than this many policy updates ago start anew; unset: no bound", "[0, inf)", needs="partial_rollout")
 
     # Reward
-    reward: str = _f("correct", "correct: the verifier's; controls that ignore the label: random (a fair coin), format_only, majority (of the group's answers)", ("correct", "random", "format_only", "majority"))
-    reward_mix: str = _f("correct", "what actor and critic see, as weights that sum to 1: '0.9 correct + 0.1 format'; groups are kept by the raw reward alone")
-    overlong_buffer_tokens: int = _f(0, "the reward falls linearly over the last tokens of the budget; 0: off", "[0, inf)")
-    overlong_penalty_factor: float = _f(1.0, "largest overlong penalty (reward units)", "[0, inf)", needs="overlong_buffer_tokens")
-    overlong_injection_alpha: float | None = _f(None, "put the overlong penalty into the advantages with lambda 1 - 1/(alpha L) instead of the reward (paper's arm: 0.1); unset: in the reward", "(0, inf)", needs="overlong_buffer_tokens")
-    overlong_filter: bool = _f(False, "leave truncated responses out of the policy loss")
-    length_reward_weight: float = _f(0.0, "bonus among the right responses of a group, largest for the shortest (Kimi); 0: off", "[0, inf)")
-    length_reward_min_spread: int = _f(8000, "least difference of right lengths for that bonus (tokens)", "[0, inf)", needs="length_reward_weight")
-    length_reward_min_longest: int = _f(10000, "least longest right length for that bonus (tokens)", "[0, inf)", needs="length_reward_weight")
-    verifier_workers: int = _f(1, "grading processes per rank", "(0, inf)")
-    verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed and the answer counts as wrong", "(0, 86400]")
+    reward: str = option("correct", "correct: the verifier's; controls that ignore the label: random (a fair coin), format_only, majority (of the group's answers)", ("correct", "random", "format_only", "majority"))
+    reward_mix: str = option("correct", "what actor and critic see, as weights that sum to 1: '0.9 correct + 0.1 format'; groups are kept by the raw reward alone")
+    overlong_buffer_tokens: int = option(0, "the reward falls linearly over the last tokens of the budget; 0: off", "[0, inf)")
+    overlong_penalty_factor: float = option(1.0, "largest overlong penalty (reward units)", "[0, inf)", needs="overlong_buffer_tokens")
+    overlong_injection_alpha: float | None = option(None, "put the overlong penalty into the advantages with lambda 1 - 1/(alpha L) instead of the reward (paper's arm: 0.1); unset: in the reward", "(0, inf)", needs="overlong_buffer_tokens")
+    overlong_filter: bool = option(False, "leave truncated responses out of the policy loss")
+    length_reward_weight: float = option(0.0, "bonus among the right responses of a group, largest for the shortest (Kimi); 0: off", "[0, inf)")
+    length_reward_min_spread: int = option(8000, "least difference of right lengths for that bonus (tokens)", "[0, inf)", needs="length_reward_weight")
+    length_reward_min_longest: int = option(10000, "least longest right length for that bonus (tokens)", "[0, inf)", needs="length_reward_weight")
+    verifier_workers: int = option(1, "grading processes per rank", "(0, inf)")
+    verifier_timeout_s: float = option(2.0, "seconds until a grading worker is killed and the answer counts as wrong", "(0, 86400]")
 
     # Optimisation
-    epochs_per_step: int = _f(1, "passes over a rollout batch", "(0, inf)")
-    minibatches_per_step: int = _f(1, "optimizer steps per pass; the paper has 1, so its clips never act", "(0, inf)")
-    lr: float = _f(2e-4, "policy learning rate, constant (paper, 2B model: 1e-6)", "[0, inf)")
-    critic_lr: float = _f(2e-3, "critic learning rate (paper, 2B model: 5e-6)", "[0, inf)")
-    critic_lr_warmup_steps: int = _f(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup", "[0, inf)")
-    optimizer: str = _f("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate. Muon's steps change by up to a percent with micro-batches and ranks: torch orthogonalises in bfloat16, which enlarges the rounding of sums", ("adamw", "muon"))
-    weight_decay: float = _f(0.1, "decay of matrices; norms, biases and the value head are not decayed", "[0, inf)")
-    adam_beta1: float = _f(0.9, "AdamW beta 1", "[0, 0.9999999]")
-    adam_beta2: float = _f(0.98, "AdamW beta 2", "[0, 0.9999999]")
-    adam_eps: float = _f(1e-8, "AdamW epsilon", "(0, inf)")
-    max_grad_norm: float = _f(1.0, "global gradient norm clip, policy and critic apart", "(0, inf]")
+    epochs_per_step: int = option(1, "passes over a rollout batch", "(0, inf)")
+    minibatches_per_step: int = option(1, "optimizer steps per pass; the paper has 1, so its clips never act", "(0, inf)")
+    lr: float = option(2e-4, "policy learning rate, constant (paper, 2B model: 1e-6)", "[0, inf)")
+    critic_lr: float = option(2e-3, "critic learning rate (paper, 2B model: 5e-6)", "[0, inf)")
+    critic_lr_warmup_steps: int = option(2, "critic steps of linear warm-up: step j (from 0) uses critic_lr * j / warmup", "[0, inf)")
+    optimizer: str = option("adamw", "adamw; or muon: Muon for the matrices of the layers, AdamW for the rest, both at the same rate. Muon's steps change by up to a percent with micro-batches and ranks: torch orthogonalises in bfloat16, which enlarges the rounding of sums", ("adamw", "muon"))
+    weight_decay: float = option(0.1, "decay of matrices; norms, biases and the value head are not decayed", "[0, inf)")
+    adam_beta1: float = option(0.9, "AdamW beta 1", "[0, 0.9999999]")
+    adam_beta2: float = option(0.98, "AdamW beta 2", "[0, 0.9999999]")
+    adam_eps: float = option(1e-8, "AdamW epsilon", "(0, inf)")
+    max_grad_norm: float = option(1.0, "global gradient norm clip, policy and critic apart", "(0, inf]")
 
     # Critic
-    critic_value_bias_init: float = _f(0.5, "expected mean reward: bias of the value head at the start (paper: 0.52)", "(-inf, inf)")
-    num_critic_only_steps: int | None = _f(None, "first steps that train the critic alone (default: a quarter of --steps, at most 4; paper: 30); ignored without a critic", "[0, inf)")
-    critic_updates_per_step: int | None = _f(None, "passes of the critic over a rollout batch, per pass of the policy (default 1)", "(0, inf)")
-    critic_sees_penalty: bool = _f(False, "value targets contain the overlong penalty too; the method keeps it out, this is for comparison", needs="overlong_buffer_tokens")
-    value_clip: float | None = _f(None, "value clip range around the old value (default 0.2)", "[0, inf]")
+    critic_value_bias_init: float = option(0.5, "expected mean reward: bias of the value head at the start (paper: 0.52)", "(-inf, inf)")
+    num_critic_only_steps: int | None = option(None, "first steps that train the critic alone (default: a quarter of --steps, at most 4; paper: 30); ignored without a critic", "[0, inf)")
+    critic_updates_per_step: int | None = option(None, "passes of the critic over a rollout batch, per pass of the policy (default 1)", "(0, inf)")
+    critic_sees_penalty: bool = option(False, "value targets contain the overlong penalty too; the method keeps it out, this is for comparison", needs="overlong_buffer_tokens")
+    value_clip: float | None = option(None, "value clip range around the old value (default 0.2)", "[0, inf]")
 
     # Objective: None takes the default of the algorithm's row
-    gamma: float = _f(1.0, "discount per token", "(0, 1]")
-    gae_lambda: float | None = _f(None, "lambda of GAE, when not length-adaptive", "[0, 1]")
-    gae_lambda_k: float | None = _f(None, "length-adaptive lambda k**(1/L) for a response of L tokens", "(0, 1]")
-    gae_lambda_alpha: float | None = _f(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO; its paper, for thousands of tokens: 0.05", "(0, inf)")
-    whiten_advantages: bool | None = _f(None, "advantages to mean 0, variance 1 over the tokens of the step")
-    group_center: bool | None = _f(None, "add to each response's advantages what the critic misjudged on the others of its group, negated (justrl2_group)")
-    std_normalize: bool | None = _f(None, "divide group advantages by the group's standard deviation")
-    std_ddof: int = _f(0, "that deviation's divisor is G - std_ddof: 0 population, 1 sample", "[0, 1]", needs="std_normalize")
-    ratio_level: str | None = _f(None, "what the objective compares: token, sequence (GSPO) or sequence-token", ("token", "sequence", "sequence-token"))
-    clip_low: float | None = _f(None, "ratio clip: 1 - clip_low", "[0, inf]")
-    clip_high: float | None = _f(None, "ratio clip: 1 + clip_high", "[0, inf]")
-    dual_clip: float | None = _f(None, "bound on ratio * |A| for A < 0 (above 1); unset: off", "(1, inf]")
-    sapo_tau_pos: float | None = _f(None, "temperature of SAPO's gate for A > 0", "(0, inf)")
-    sapo_tau_neg: float | None = _f(None, "temperature of SAPO's gate for A < 0", "(0, inf)")
-    aggregation: str | None = _f(None, "token-mean, seq-mean-token-mean, seq-mean-token-sum-norm or prompt-mean", ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"))
-    is_mode: str | None = _f(None, "weight exp(old - rollout log-prob): none, tis (clamped) or icepop (0 outside the window)", ("none", "tis", "icepop"))
-    is_low: float | None = _f(None, "lower edge of the importance weight's window (default 0.5)", "[0, inf)", needs="is_mode")
-    is_high: float | None = _f(None, "upper edge of the importance weight's window (default 5)", "[0, inf]", needs="is_mode")
-    opsm_delta: float | None = _f(None, "drop tokens with A < 0 of responses whose mean(old - new log-prob) exceeds this; unset: off", "[0, inf)")
-    kl_coef: float = _f(0.0, "coefficient of the KL to the start policy in the loss", "[0, inf)")
-    kl_estimator: str = _f("k3", "k1, k2, k3, or k3_is (importance-corrected)", ("k1", "k2", "k3", "k3_is"), needs="kl_coef")
-    entropy_coef: float = _f(0.0, "coefficient of the entropy bonus (its gradient is live)", "[0, inf)")
-    entropy_control: str = _f("none", "none, or clip_cov / kl_cov: detach / hold the tokens that lower entropy most", ("none", "clip_cov", "kl_cov"))
-    cov_fraction: float = _f(2e-4, "share of tokens that entropy_control acts on", "[0, 1]", needs="entropy_control")
-    cov_kl_coef: float = _f(1.0, "coefficient of kl_cov's penalty", "[0, inf)", needs="entropy_control")
+    gamma: float = option(1.0, "discount per token", "(0, 1]")
+    gae_lambda: float | None = option(None, "lambda of GAE, when not length-adaptive", "[0, 1]")
+    gae_lambda_k: float | None = option(None, "length-adaptive lambda k**(1/L) for a response of L tokens", "(0, 1]")
+    gae_lambda_alpha: float | None = option(None, "length-adaptive lambda 1 - 1/(alpha L) of VAPO; its paper, for thousands of tokens: 0.05", "(0, inf)")
+    whiten_advantages: bool | None = option(None, "advantages to mean 0, variance 1 over the tokens of the step")
+    group_center: bool | None = option(None, "add to each response's advantages what the critic misjudged on the others of its group, negated (justrl2_group)")
+    std_normalize: bool | None = option(None, "divide group advantages by the group's standard deviation")
+    std_ddof: int = option(0, "that deviation's divisor is G - std_ddof: 0 population, 1 sample", "[0, 1]", needs="std_normalize")
+    ratio_level: str | None = option(None, "what the objective compares: token, sequence (GSPO) or sequence-token", ("token", "sequence", "sequence-token"))
+    clip_low: float | None = option(None, "ratio clip: 1 - clip_low", "[0, inf]")
+    clip_high: float | None = option(None, "ratio clip: 1 + clip_high", "[0, inf]")
+    dual_clip: float | None = option(None, "bound on ratio * |A| for A < 0 (above 1); unset: off", "(1, inf]")
+    sapo_tau_pos: float | None = option(None, "temperature of SAPO's gate for A > 0", "(0, inf)")
+    sapo_tau_neg: float | None = option(None, "temperature of SAPO's gate for A < 0", "(0, inf)")
+    aggregation: str | None = option(None, "token-mean, seq-mean-token-mean, seq-mean-token-sum-norm or prompt-mean", ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"))
+    is_mode: str | None = option(None, "weight exp(old - rollout log-prob): none, tis (clamped) or icepop (0 outside the window)", ("none", "tis", "icepop"))
+    is_low: float | None = option(None, "lower edge of the importance weight's window (default 0.5)", "[0, inf)", needs="is_mode")
+    is_high: float | None = option(None, "upper edge of the importance weight's window (default 5)", "[0, inf]", needs="is_mode")
+    opsm_delta: float | None = option(None, "drop tokens with A < 0 of responses whose mean(old - new log-prob) exceeds this; unset: off", "[0, inf)")
+    kl_coef: float = option(0.0, "coefficient of the KL to the start policy in the loss", "[0, inf)")
+    kl_estimator: str = option("k3", "k1, k2, k3, or k3_is (importance-corrected)", ("k1", "k2", "k3", "k3_is"), needs="kl_coef")
+    entropy_coef: float = option(0.0, "coefficient of the entropy bonus (its gradient is live)", "[0, inf)")
+    entropy_control: str = option("none", "none, or clip_cov / kl_cov: detach / hold the tokens that lower entropy most", ("none", "clip_cov", "kl_cov"))
+    cov_fraction: float = option(2e-4, "share of tokens that entropy_control acts on", "[0, 1]", needs="entropy_control")
+    cov_kl_coef: float = option(1.0, "coefficient of kl_cov's penalty", "[0, inf)", needs="entropy_control")
 
     # Evaluation, checkpoints, metrics
-    save_every: int = _f(10, "steps between checkpoints; 0: only at the end", "[0, inf)")
-    keep_checkpoints: int = _f(2, "newest checkpoints kept; 0: all", "[0, inf)")
-    eval_every: int = _f(5, "steps between held-out evaluations; 0: only before and after", "[0, inf)")
-    eval_samples: int = _f(4, "responses per held-out problem", "(0, inf)")
-    eval_top_p: float = _f(1.0, "evaluation draws from the likeliest tokens of this total probability; training from all", "(0, 1]")
-    eval_top_k: int = _f(0, "evaluation draws from that many likeliest tokens; 0: all", "[0, inf)")
-    eval_min_p: float = _f(0.0, "evaluation draws tokens at least this likely, relative to the likeliest", "[0, 1]")
-    log_samples: int = _f(8, "responses per step written to rollouts.jsonl; -1: all", "[-1, inf)")
-    report_to: str = _f("none", "also send the metrics to: none, tensorboard (RUN/tensorboard) or wandb", ("none", "tensorboard", "wandb"))
+    save_every: int = option(10, "steps between checkpoints; 0: only at the end", "[0, inf)")
+    keep_checkpoints: int = option(2, "newest checkpoints kept; 0: all", "[0, inf)")
+    eval_every: int = option(5, "steps between held-out evaluations; 0: only before and after", "[0, inf)")
+    eval_samples: int = option(4, "responses per held-out problem", "(0, inf)")
+    eval_top_p: float = option(1.0, "evaluation draws from the likeliest tokens of this total probability; training from all", "(0, 1]")
+    eval_top_k: int = option(0, "evaluation draws from that many likeliest tokens; 0: all", "[0, inf)")
+    eval_min_p: float = option(0.0, "evaluation draws tokens at least this likely, relative to the likeliest", "[0, 1]")
+    log_samples: int = option(8, "responses per step written to rollouts.jsonl; -1: all", "[-1, inf)")
+    report_to: str = option("none", "also send the metrics to: none, tensorboard (RUN/tensorboard) or wandb", ("none", "tensorboard", "wandb"))
     # fmt: on
 
     def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
@@ -174,25 +177,11 @@ class Config:
         # A quarter of a short run, so that `--steps 2` needs no second flag.
         defaults = COMMON | {"num_critic_only_steps": min(4, self.steps // 4)} | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
-        config._check_values()
+        check_values(config)
+        reward_weights(config.reward_mix)
         config._check_use(defaults, algorithms)
         config._check_together(row)
         return config
-
-    def _check_values(self) -> None:
-        """Every field by itself; None, where a field can be unset, is always right."""
-        for f in fields(self):
-            value, allowed = getattr(self, f.name), f.metadata["allowed"]
-            if value is None or not allowed:
-                continue
-            if isinstance(allowed, tuple):
-                if value not in allowed:
-                    refuse(f.name, f"is {value!r}; choose one of {', '.join(map(str, allowed))}")
-            elif not contains(allowed, value):
-                finite = abs(value) < math.inf  # and no NaN
-                must = IN_WORDS.get(allowed, f"be in {allowed}") if finite else "be a finite number"
-                refuse(f.name, f"is {value}; it must {must}")
-        reward_weights(self.reward_mix)
 
     def _check_use(self, defaults: Mapping[str, Any], algorithms: Mapping[str, Any]) -> None:
         """No field that was changed may do nothing."""
@@ -279,6 +268,23 @@ COMMON = {
     "is_low": 0.5,
     "is_high": 5.0,
 }
+
+
+def check_values(options: Any) -> None:
+    """ConfigError for the first field, each by itself, that is not what its `option` allows; None,
+    where a field can be unset, is always right.
+    """
+    for f in fields(options):
+        value, allowed = getattr(options, f.name), f.metadata["allowed"]
+        if value is None or not allowed:
+            continue
+        if isinstance(allowed, tuple):
+            if value not in allowed:
+                refuse(f.name, f"is {value!r}; choose one of {', '.join(map(str, allowed))}")
+        elif not contains(allowed, value):
+            finite = abs(value) < math.inf  # and no NaN
+            must = IN_WORDS.get(allowed, f"be in {allowed}") if finite else "be a finite number"
+            refuse(f.name, f"is {value}; it must {must}")
 
 
 def contains(interval: str, x: float) -> bool:
@@ -454,7 +460,11 @@ def read_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
-def from_flags(parser: Parser, argv: Sequence[str] | None) -> Any:
-    """The dataclass of a parser; ConfigError for an unknown flag or a bad value."""
-    (options,) = parser.dataclass_types
-    return options(**read_flags(parser, argv))
+def parse_options(options: type, about: str, argv: Sequence[str] | None = None) -> Any:
+    """The dataclass `options` from flags (None: those of this process), checked by its own `check`;
+    raises ConfigError. --help begins with the first line of `about`.
+    """
+    parser = Parser(options, description=about.splitlines()[0])
+    parsed = options(**read_flags(parser, argv))
+    parsed.check()
+    return parsed

@@ -21,7 +21,7 @@ import random
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from jinja2 import TemplateError
 import distributed
 import jsonl
 import sift
-from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
+from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
 from data import Problem, Rollout, load_tokenizer, render_prompt, think_mode, with_suffix
 from distributed import print0
 from model import load_config, local_folder
@@ -43,57 +43,51 @@ from verify import Verifier, label_kind
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
 
 
-def _f(default: Any, help: str) -> Any:
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class CurateConfig:
     """One curation. Units: tokens, rows, shares in 0..1."""
 
     # fmt: off
-    model: str = _f(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained")
-    data: str = _f(str(ROOT / "assets/train.jsonl"), "raw problems: .jsonl, .parquet or hub id")
-    output: str = _f("", "JSONL file to write, for train.py --data")
-    prompt_key: str = _f("", "column of the prompt; empty: prompt, problem, question, ...")
-    label_key: str = _f("", "column of the right answer; empty: label, answer, ground_truth, ...")
-    prompt_suffix: str = _f("", "line behind every prompt, as in train.py; not written out")
+    model: str = option(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained")
+    data: str = option(str(ROOT / "assets/train.jsonl"), "raw problems: .jsonl, .parquet or hub id")
+    output: str = option("", "JSONL file to write, for train.py --data")
+    prompt_key: str = option("", "column of the prompt; empty: prompt, problem, question, ...")
+    label_key: str = option("", "column of the right answer; empty: label, answer, ground_truth, ...")
+    prompt_suffix: str = option("", "line behind every prompt, as in train.py; not written out")
 
     # 1 verifiable
-    decontaminate: list[str] = _f([], "evaluation files whose problems must not be in the output")
-    max_prompt_tokens: int = _f(256, "longer prompts are dropped")
-    drop_several_values: bool = _f(False, "drop labels that are a list or a set (1, -2) as well")
-    ngram: int = _f(5, "words of an n-gram")
-    ngram_overlap: float = _f(0.6, "share of common n-grams that makes a near-duplicate")
-    ngram_common: int = _f(20, "what so many problems share is a template and does not count")
+    decontaminate: list[str] = option([], "evaluation files whose problems must not be in the output")
+    max_prompt_tokens: int = option(256, "longer prompts are dropped", "(0, inf)")
+    drop_several_values: bool = option(False, "drop labels that are a list or a set (1, -2) as well")
+    ngram: int = option(5, "words of an n-gram", "(0, inf)")
+    ngram_overlap: float = option(0.6, "share of common n-grams that makes a near-duplicate", "[0, 1]")
+    ngram_common: int = option(20, "what so many problems share is a template and does not count", "(0, inf)")
 
     # 2 label audit
-    audit_model: list[str] = _f([], "checkpoints that solve the problems; empty: --model")
-    audit_samples: int = _f(8, "solutions per problem and audit model; 0: no audit")
-    audit_temperature: float = _f(1.0, "sampling temperature of the audit models")
-    audit_majority: float = _f(0.6, "share of a model's solutions that one answer needs")
-    audit_keep_hard: float = _f(0.25, "a doubted label stays if this share of solutions has it")
+    audit_model: list[str] = option([], "checkpoints that solve the problems; empty: --model")
+    audit_samples: int = option(8, "solutions per problem and audit model; 0: no audit", "[0, inf)")
+    audit_temperature: float = option(1.0, "sampling temperature of the audit models", "[0, inf]")
+    audit_majority: float = option(0.6, "share of a model's solutions that one answer needs", "(0.5, 1]")
+    audit_keep_hard: float = option(0.25, "a doubted label stays if this share of solutions has it", "[0, 1]")
 
     # 3 difficulty
-    samples: int = _f(8, "responses of the target per problem; 0: no difficulty stage")
-    temperature: float = _f(1.0, "sampling temperature of the target, as in its training")
-    min_pass_rate: float = _f(0.0, "problems solved at most this often are too hard")
-    max_pass_rate: float = _f(1.0, "problems solved at least this often are too easy")
-    unsolved_share: float = _f(0.1, "share of the output that may be too hard, label confirmed")
+    samples: int = option(8, "responses of the target per problem; 0: no difficulty stage", "[0, inf)")
+    temperature: float = option(1.0, "sampling temperature of the target, as in its training", "[0, inf]")
+    min_pass_rate: float = option(0.0, "problems solved at most this often are too hard", "[0, 1]")
+    max_pass_rate: float = option(1.0, "problems solved at least this often are too easy", "[0, 1]")
+    unsolved_share: float = option(0.1, "share of the output that may be too hard, label confirmed", "[0, 1)")
 
     # Sampling and machine
-    max_response_tokens: int = _f(128, "response budget, stop token included")
-    think: str = _f("auto", "thinking tags: auto, require or none, as in train.py")
-    seed: int = _f(0, "seeds sampling and the choice among problems that are too hard")
-    chunk: int = _f(256, "problems between two writes of the state file")
-    slots: int = _f(64, "responses decoded at the same time per process")
-    device: str = _f("auto", "auto, cpu or cuda")
-    dtype: str = _f("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32")
-    nproc: int = _f(1, "processes on this node, one per GPU")
-    verifier_workers: int = _f(1, "grading processes per rank")
-    verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed")
+    max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)")
+    think: str = option("auto", "thinking tags: auto, require or none, as in train.py", CHOICES["think"])
+    seed: int = option(0, "seeds sampling and the choice among problems that are too hard", "(-inf, inf)")
+    chunk: int = option(256, "problems between two writes of the state file", "(0, inf)")
+    slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
+    device: str = option("auto", "auto, cpu or cuda", CHOICES["device"])
+    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32", CHOICES["dtype"])
+    nproc: int = option(1, "processes on this node, one per GPU", "(0, inf)")
+    verifier_workers: int = option(1, "grading processes per rank", "(0, inf)")
+    verifier_timeout_s: float = option(2.0, "seconds until a grading worker is killed", "(0, inf]")
     # fmt: on
 
     def check(self) -> None:
@@ -103,28 +97,9 @@ class CurateConfig:
         files = {Path(self.output).with_suffix(s).resolve() for s in (".jsonl", *COMPANIONS)}
         if files & {Path(path).resolve() for path in (self.data, *self.decontaminate)}:
             refuse("output", "would overwrite an input file")
-        for name in ("device", "dtype", "think"):
-            if getattr(self, name) not in CHOICES[name]:
-                refuse(name, f"must be one of {', '.join(CHOICES[name])}")
-        for names, fits, rule in RANGES:
-            for name in names.split():
-                if not fits(getattr(self, name)):
-                    refuse(name, rule)
+        check_values(self)
         if self.min_pass_rate >= self.max_pass_rate:
             refuse("min_pass_rate", "must be below max_pass_rate")
-
-
-POSITIVE = """max_prompt_tokens ngram ngram_common max_response_tokens chunk slots nproc
-    verifier_workers verifier_timeout_s"""
-RANGES = (
-    (POSITIVE, lambda x: x > 0, "must be above 0"),
-    ("audit_samples samples", lambda x: x >= 0, "must not be negative"),
-    ("audit_temperature temperature", lambda x: x >= 0, "must not be negative"),
-    ("ngram_overlap audit_keep_hard", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-    ("min_pass_rate max_pass_rate", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-    ("audit_majority", lambda x: 0.5 < x <= 1, "must be above 0.5 and at most 1"),
-    ("unsolved_share", lambda x: 0 <= x < 1, "must be in [0, 1)"),
-)
 
 
 # ---- problems in, results on disk
@@ -466,18 +441,10 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     return report
 
 
-def parse(argv: Sequence[str] | None = None) -> CurateConfig:
-    """Checked CurateConfig from flags; ConfigError for what cannot run."""
-    about = (__doc__ or "").splitlines()[0]
-    config = from_flags(Parser(CurateConfig, description=about), argv)
-    config.check()
-    return config
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     with distributed.command("stopped; the same command goes on from here."):
-        config = parse(argv)
+        config = parse_options(CurateConfig, __doc__, argv)
         if not curate(config, distributed.start(config))["written"]:
             raise ValueError("no problem is left; the report above says why")
 

@@ -15,7 +15,7 @@ every table and in the JSON: numbers are comparable only where they agree.
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import rewards
 import sandbox
 import verify
 from books import append, is_repetitive, sample_row
-from config import CHOICES, ROOT, ConfigError, Parser, from_flags, refuse
+from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
 from data import Problem, Rollout, load_problems, load_tokenizer, pack, partition, think_mode
 from distributed import print0
 from draw import Truncation
@@ -54,61 +54,49 @@ from scores import (
 CLOSING = "\n</think>\n\\boxed{"
 
 
-def _f(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class Options:
     """One evaluation. Units: tokens, seconds. None: see FROM_RUN."""
 
-    model: str = _f(str(ROOT / "assets/tiny-base"), "checkpoint, hub id, or run (newest policy)")
-    data: list[str] = field(
-        default_factory=lambda: [str(ROOT / "assets/eval.jsonl")],
-        metadata={"help": "sets: .jsonl, .parquet or hub NAME[:CONFIG][@SPLIT], one or more"},
-    )
-    n: int = _f(16, "responses per problem")
-    compare: str = _f("", "second checkpoint: paired differences, --compare minus --model")
-    critic: str = _f("", "critic (or run): also best-of-k by the highest final V")
-    output: str = _f("", "JSON file to write; with --compare a figure .png beside it")
-    save_responses: str = _f("", "JSONL file for the responses, with the keys of rollouts.jsonl")
+    # fmt: off
+    model: str = option(str(ROOT / "assets/tiny-base"), "checkpoint, hub id, or run (newest policy)")
+    data: list[str] = option([str(ROOT / "assets/eval.jsonl")], "sets: .jsonl, .parquet or hub NAME[:CONFIG][@SPLIT], one or more")
+    n: int = option(16, "responses per problem", "(0, inf)")
+    compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
+    critic: str = option("", "critic (or run): also best-of-k by the highest final V")
+    output: str = option("", "JSON file to write; with --compare a figure .png beside it")
+    save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     # Problems
-    prompt_key: str | None = _f(None, "column of the prompt (default: the run's, else prompt, ...)")
-    label_key: str | None = _f(None, "column of the answer (default: the run's, else label, ...)")
-    prompt_suffix: str | None = _f(None, "line behind every prompt (default: the run's)")
-    max_prompt_tokens: int = _f(4096, "longer prompts are dropped, and counted")
+    prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)")
+    label_key: str | None = option(None, "column of the answer (default: the run's, else label, ...)")
+    prompt_suffix: str | None = option(None, "line behind every prompt (default: the run's)")
+    max_prompt_tokens: int = option(4096, "longer prompts are dropped, and counted", "(0, inf)")
 
     # Sampling
-    max_response_tokens: int | None = _f(None, "response budget (default: the run's, else 128)")
-    temperature: float = _f(1.0, "sampling temperature; 0: greedy")
-    top_p: float = _f(1.0, "draw from the likeliest tokens of this total probability")
-    top_k: int = _f(0, "draw from that many likeliest tokens; 0: all")
-    min_p: float = _f(0.0, "draw tokens at least this likely, relative to the likeliest")
-    think: str | None = _f(None, "thinking tags: auto, require or none (default: the run's)")
-    force_budget: bool = _f(False, "close a thought that the budget cuts off, ask for the answer")
-    answer_tokens: int = _f(32, "budget of the answer after a forced end")
-    seed: int = _f(0, "seeds sampling and bootstrap")
+    max_response_tokens: int | None = option(None, "response budget (default: the run's, else 128)", "(0, inf)")
+    temperature: float = option(1.0, "sampling temperature; 0: greedy", "[0, inf]")
+    top_p: float = option(1.0, "draw from the likeliest tokens of this total probability", "(0, 1]")
+    top_k: int = option(0, "draw from that many likeliest tokens; 0: all", "[0, inf)")
+    min_p: float = option(0.0, "draw tokens at least this likely, relative to the likeliest", "[0, 1]")
+    think: str | None = option(None, "thinking tags: auto, require or none (default: the run's)", CHOICES["think"])
+    force_budget: bool = option(False, "close a thought that the budget cuts off, ask for the answer")
+    answer_tokens: int = option(32, "budget of the answer after a forced end", "(0, inf)")
+    seed: int = option(0, "seeds sampling and bootstrap", "(-inf, inf)")
 
     # Machine
-    device: str = _f("auto", "auto, cpu or cuda")
-    dtype: str = _f("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32")
-    nproc: int = _f(1, "processes on this node, one per GPU; problems are shared out")
-    slots: int = _f(64, "responses decoded at the same time per process")
-    max_tokens_per_micro_batch: int = _f(8192, "tokens per forward of the critic")
-    verifier_workers: int = _f(1, "grading processes per rank")
-    verifier_timeout_s: float = _f(2.0, "seconds until a grading worker is killed: a wrong answer")
+    device: str = option("auto", "auto, cpu or cuda", CHOICES["device"])
+    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32", CHOICES["dtype"])
+    nproc: int = option(1, "processes on this node, one per GPU; problems are shared out", "(0, inf)")
+    slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
+    max_tokens_per_micro_batch: int = option(8192, "tokens per forward of the critic", "(0, inf)")
+    verifier_workers: int = option(1, "grading processes per rank", "(0, inf)")
+    verifier_timeout_s: float = option(2.0, "seconds until a grading worker is killed: a wrong answer", "(0, inf]")
+    # fmt: on
 
     def check(self) -> None:
         """ConfigError for a value out of range, or files in each other's place."""
-        for name in ("device", "dtype", "think"):
-            if getattr(self, name) not in (None, *CHOICES[name]):
-                refuse(name, f"must be one of {', '.join(CHOICES[name])}")
-        for names, fits, rule in RANGES:
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not fits(value):
-                    refuse(name, rule)
+        check_values(self)
         if len(set(self.data)) < len(self.data):
             refuse("data", f"names a set twice: {' '.join(self.data)}")
         taken = {Path(data).resolve(): "--data" for data in self.data}
@@ -128,14 +116,6 @@ class Options:
         return Truncation(self.top_p, self.top_k, self.min_p)
 
 
-POSITIVE = """n max_prompt_tokens max_response_tokens answer_tokens nproc slots
-    max_tokens_per_micro_batch verifier_workers verifier_timeout_s"""
-RANGES = (
-    (POSITIVE, lambda x: x > 0, "must be above 0"),
-    ("temperature top_k", lambda x: x >= 0, "must not be negative"),
-    ("top_p", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    ("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-)
 # What is left unset is that of the run which --model or --compare belongs to; else this.
 FROM_RUN = {
     "max_response_tokens": 128,
@@ -422,21 +402,10 @@ def save(options: Options, report: dict) -> None:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-# ---- command line
-
-
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Checked options from flags; ConfigError for what cannot run."""
-    about = (__doc__ or "").splitlines()[0]
-    options = from_flags(Parser(Options, description=about), argv)
-    options.check()
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     with distributed.command("stopped; the sets that were done are in --output."):
-        options = parse(argv)
+        options = parse_options(Options, __doc__, argv)
         run(options, distributed.start(options))
 
 

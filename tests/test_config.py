@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import curate
+import eval
 from config import CHOICES, Config, ConfigError, contains, parse
 from losses import ALGORITHMS
 
@@ -108,8 +110,9 @@ def test_inconsistent_fields_are_refused_in_one_sentence(fields, words):
     assert "\n" not in message
 
 
-def test_every_number_has_a_range_that_holds_its_default():
-    for f in fields(Config):
+@pytest.mark.parametrize("options", [Config, eval.Options, curate.CurateConfig])
+def test_every_number_has_a_range_that_holds_its_default(options):
+    for f in fields(options):
         kind, allowed = str(f.type), f.metadata["allowed"]
         assert allowed or not ("int" in kind or "float" in kind), f.name
         if f.default is not None and allowed:

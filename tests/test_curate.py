@@ -429,7 +429,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, sure_problems, monkeyp
         (dict(min_pass_rate=0.9, max_pass_rate=0.5), "--min-pass-rate"),
         (dict(think="maybe"), "--think"),
         (dict(ngram=0), "--ngram"),
-        (dict(verifier_workers=0), "--verifier-workers must be above 0"),
+        (dict(verifier_workers=0), "--verifier-workers is 0; it must be above 0"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(fields, words):

@@ -13,9 +13,10 @@ import torch
 import rewards
 import train
 import verify
+from config import parse_options
 from critic import Critic
 from data import Problem, Rollout, load_problems, load_tokenizer, pack
-from eval import CLOSING, Options, final_values, main, parse, score_problem
+from eval import CLOSING, Options, final_values, main, score_problem
 from model import Transformer
 from rundir import part_of
 from scores import compare, resamples
@@ -375,11 +376,11 @@ def test_a_run_a_checkpoint_and_a_policy_are_all_models(changed_model, tmp_path)
     [
         ("--n 0", ["--n", "above 0"]),
         ("--temperature -1", ["--temperature", "negative"]),
-        ("--top-p 0", ["--top-p", "above 0"]),
-        ("--top-p 1.5", ["--top-p", "at most 1"]),
+        ("--top-p 0", ["--top-p", "is 0.0", "(0, 1]"]),
+        ("--top-p 1.5", ["--top-p", "is 1.5", "(0, 1]"]),
         ("--top-k -1", ["--top-k", "negative"]),
         ("--min-p 2", ["--min-p", "[0, 1]"]),
-        ("--think maybe", ["--think", "require"]),
+        ("--think maybe", ["--think", "maybe", "require"]),
         ("--nn 3", ["--nn", "--help"]),
         ("--data nowhere.jsonl", ["nowhere.jsonl", "does not exist"]),
         ("--model nowhere/model", ["nowhere/model", "checkpoint"]),
@@ -453,7 +454,8 @@ def test_a_run_brings_its_budget_and_the_form_of_its_problems(tmp_path, changed_
 
 
 def test_flags_of_several_sets():
-    options = parse(["--data", "a.jsonl", "org/b@test", "--n", "4", "--force-budget"])
+    flags = "--data a.jsonl org/b@test --n 4 --force-budget".split()
+    options = parse_options(Options, "An evaluation.", flags)
     assert options.data == ["a.jsonl", "org/b@test"] and options.n == 4 and options.force_budget
 
 
