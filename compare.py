@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import distributed
 from config import ROOT
-from rundir import config_of, read_rows
+from rundir import config_of, read_rows, writing
 from scores import resamples
 from train import EMPTY_STEPS
 
@@ -171,10 +171,8 @@ def execute(job: Job, root: Path) -> None:
 
 def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
     """All jobs that are not complete, `parallel` at a time."""
-    try:
+    with writing("--output-dir", root):
         root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output-dir {root} cannot be written: {error.strerror}.") from None
     write_noisy(root / "noisy.jsonl")
     waiting = [job for job in jobs if not is_complete(job.folder(root))]
     with ThreadPoolExecutor(parallel) as pool:

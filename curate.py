@@ -36,6 +36,7 @@ from data import Problem, Rollout, load_tokenizer, render_prompt, think_mode, wi
 from distributed import print0
 from model import load_config, local_folder
 from rollout import Sampler, evaluate
+from rundir import writing
 from scores import ANSWERED, count_votes
 from sift import REASONS, Drop, Row, bar
 from verify import Verifier, label_kind
@@ -413,10 +414,8 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     evaluation = sift.load_texts(config.decontaminate, config.prompt_key)
     for model in (config.model, *config.audit_model):  # before hours of sampling, not after
         load_config(local_folder(model))
-    try:
+    with writing("--output", output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse("output", f"{output} cannot be written: {error.strerror}")
     left, dropped = list(range(len(rows))), {}
     report = {"settings": asdict(config), "rows": len(rows), "written": 0, "stages": {}}
     with Verifier(config.verifier_workers, config.verifier_timeout_s) as grader:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from embeddedtask import first_wrong_token, right_response
-from rundir import file_of, read_rows
+from rundir import file_of, read_rows, writing
 
 # Figures by file name, their panels by title, curves by label: metrics of metrics.jsonl.
 # fmt: off
@@ -111,10 +111,8 @@ def draw(runs: list[Path], folder: Path) -> list[Path]:
     files = dict(zip(names, runs, strict=True))
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in files.items()}
     present = {metric for rows in data.values() for row in rows for metric in row}
-    try:
+    with writing("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {folder} cannot be written: {error.strerror}.") from None
     written = []
     for name, titles in FIGURES.items():
         titles = [(title, m) for title, m in titles.items() if present & set(m.values())]

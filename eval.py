@@ -35,7 +35,7 @@ from draw import Truncation
 from model import load_config, local_folder
 from rewards import Verifier
 from rollout import Sampler, evaluate, sample_groups
-from rundir import part_of, settings_of
+from rundir import part_of, settings_of, writing
 from scores import (
     ANSWERED,
     LEVEL,
@@ -139,16 +139,14 @@ def take_from_run(options: Options) -> None:
 
 def open_files(options: Options) -> None:
     """What cannot be written fails now, not after hours; older responses there are dropped."""
-    for name, file, mode in (
-        ("output", options.output, "a"),
-        ("save_responses", options.save_responses, "w"),
+    for flag, file, mode in (
+        ("--output", options.output, "a"),
+        ("--save-responses", options.save_responses, "w"),
     ):
         if file and distributed.rank() == 0:
-            try:
+            with writing(flag, file):
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
                 open(file, mode).close()
-            except OSError as error:
-                refuse(name, f"{file} cannot be written: {error.strerror}")
 
 
 # ---- what to evaluate

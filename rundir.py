@@ -1,13 +1,23 @@
-"""Reading a run directory: its rows, and the texts of single tokens."""
+"""A run directory: its place, its rows, and the texts of single tokens."""
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 import jsonl
+
+
+@contextmanager
+def writing(flag: str, path: str | Path) -> Iterator[None]:
+    """Around the first use of a `path` that a flag names: ValueError if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}.") from error
 
 
 def file_of(run: Path, name: str) -> Path:

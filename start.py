@@ -37,6 +37,7 @@ from model import Transformer, limit_threads, load_config, local_folder
 from optimizer import leave, make_optimizers
 from rewards import ANSWERS, Verifier
 from rollout import Sampler
+from rundir import writing
 
 
 @dataclass
@@ -123,14 +124,12 @@ def run_directory(config: Config) -> Path:
 
 
 def open_run_directory(folder: Path) -> None:
-    """Create it if need be; ConfigError if nothing can be written there."""
-    try:
+    """Create it if need be; ValueError if nothing can be written there."""
+    with writing("--output-dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable{distributed.rank()}"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--output-dir {folder} cannot be written: {error}") from error
 
 
 def lock_directory(folder: Path) -> IO | None:
