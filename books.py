@@ -6,7 +6,6 @@ Nothing here changes what is trained. README.md defines every metric.
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
+import jsonl
 from checkpoint import State
 from config import ROOT, Config, reward_weights
 from data import Batch, Rollout
@@ -226,7 +226,7 @@ def write_audit(
         numbers, more = audit(values, batch.response_mask, batch.rewards, batch.group_ids)
         curves |= more
     if distributed.rank() == 0:
-        append(folder / "audit.jsonl", [{"step": step} | curves])
+        jsonl.append(folder / "audit.jsonl", [{"step": step} | curves])
     numbers = {f"critic/{name}": value for name, value in numbers.items()}
     return numbers | {"policy/advantage_last_tenth": shares[-1]}
 
@@ -277,23 +277,7 @@ def write_rollouts(
                 if x is not None
             }
         rows.append(row)
-    append(folder / "rollouts.jsonl", rows)
-
-
-def append(file: Path, rows: Sequence[dict]) -> None:
-    """Append JSON lines, on the disk when this returns: no checkpoint may be older than its rows.
-    A NaN, which JSON does not have, becomes null.
-    """
-
-    def clean(v):
-        if isinstance(v, list):
-            return [clean(x) for x in v]
-        return None if isinstance(v, float) and not math.isfinite(v) else v
-
-    with open(file, "a", encoding="utf-8") as out:
-        out.writelines(json.dumps({k: clean(v) for k, v in row.items()}) + "\n" for row in rows)
-        out.flush()
-        os.fsync(out.fileno())
+    jsonl.append(folder / "rollouts.jsonl", rows)
 
 
 def row_of_step(file: Path, step: int) -> dict:
@@ -302,14 +286,9 @@ def row_of_step(file: Path, step: int) -> dict:
 
 
 def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add to the row of `step`, the last one, or begin it. Renamed into place, so that a kill
-    leaves the old rows or the new ones.
-    """
-    row, scratch = row_of_step(file, step) | metrics, file.with_suffix(".tmp")
-    file.touch()
-    os.truncate(shutil.copy(file, scratch), size_up_to(file, step - 1))
-    append(scratch, [row])
-    scratch.replace(file)
+    """Add to the row of `step`, the last one, or begin it."""
+    before = [row for row in read_rows(file) if row["step"] < step]
+    jsonl.write(file, [*before, row_of_step(file, step) | metrics])
 
 
 def forget_after(file: Path, step: int) -> None:

@@ -34,6 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 import distributed
+import jsonl
 from config import ROOT
 from rundir import config_of, read_rows, writing
 from scores import resamples
@@ -142,7 +143,7 @@ def write_noisy(path: Path) -> None:
     rows = list(read_rows(ROOT / "assets/long-train.jsonl"))
     for row in rng.sample(rows, round(NOISE * len(rows))):
         row["label"] = rng.choice([d for d in "01234" if d != row["label"]])
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(path, rows)
 
 
 def is_complete(folder: Path) -> bool:

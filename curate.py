@@ -153,8 +153,7 @@ class State:
 
     def _append(self, line: dict) -> None:
         if distributed.rank() == 0:
-            with open(self.file, "a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+            jsonl.append(self.file, [line])
 
     def missing(self, stage: str, left: Sequence[int]) -> Iterable[list[int]]:
         """The rows without a result, in chunks: those that one run from start to end would have."""
@@ -396,14 +395,6 @@ def table(name: str, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_rows(file: Path, rows: Iterable[dict]) -> None:
-    """A JSONL file that is there whole or not at all."""
-    scratch = file.with_suffix(".tmp")
-    with open(scratch, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-    scratch.replace(file)
-
-
 def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     """Run the stages, write the output and its companions, return the report."""
     output = Path(config.output)
@@ -430,11 +421,9 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     report["written"] = len(left)
     if distributed.rank() == 0:
         row = lambda i: rows[i].fields | rows[i].notes
-        write_rows(
-            output.with_suffix(DROPPED),
-            (row(i) | drop._asdict() for i, drop in sorted(dropped.items())),
-        )
-        write_rows(output, map(row, left))
+        lost = (row(i) | drop._asdict() for i, drop in sorted(dropped.items()))
+        jsonl.write(output.with_suffix(DROPPED), lost, default=str)
+        jsonl.write(output, map(row, left), default=str)
         output.with_suffix(REPORT).write_text(json.dumps(report, indent=2) + "\n")
     print0(f"\n{len(left)} of {len(rows)} rows: {output}")
     return report

@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 
 import distributed
 import evalreport
+import jsonl
 import rewards
 import sandbox
 import verify
-from books import append, is_repetitive, sample_row
+from books import is_repetitive, sample_row
 from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
 from data import Problem, Rollout, load_problems, load_tokenizer, pack, partition, think_mode
 from distributed import print0
@@ -347,7 +348,7 @@ def evaluate_subject(
         if options.save_responses:
             about = {"model": subject.path, "set": data}
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
-            append(Path(options.save_responses), rows)
+            jsonl.append(Path(options.save_responses), rows)
         result = {"problems": len(problems), "dropped": dropped, "think": think}
         yield data, result | score_set(groups, finals, options, grader)
 

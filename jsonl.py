@@ -1,7 +1,11 @@
-"""Reading files of JSON lines: one object a line, with its place for messages about it."""
+"""Files of JSON lines, one object a line: reading, with the place of each for messages about it,
+and writing, which a kill does no harm.
+"""
 
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +37,32 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object {{...}}.")
     return row
+
+
+def append(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:
+    """Append rows, on the disk when this returns: no checkpoint may be older than its rows. A NaN,
+    which JSON does not have, becomes null; default: what writes other values, as in json.dumps.
+    """
+    with open(file, "a", encoding="utf-8") as out:
+        out.writelines(json.dumps(without_nan(row), default=default) + "\n" for row in rows)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def write(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:
+    """Write a whole file, as `append` does. Renamed into place: a kill leaves the old one or the
+    new one.
+    """
+    scratch = file.with_suffix(".tmp")
+    scratch.unlink(missing_ok=True)
+    append(scratch, rows, default)
+    scratch.replace(file)
+
+
+def without_nan(value: Any) -> Any:
+    """A JSON value with None for each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: without_nan(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import books
 import distributed
+import jsonl
 from checkpoint import State
 from config import Config
 from data import Batch, Problem, Rollout, to_batch, vocabulary_size
@@ -54,7 +55,7 @@ def save_replay(
         torch.save(saved, file)
         (folder / "rollouts.jsonl").unlink(missing_ok=True)
         readable = [books.sample_row(state.step + 1, r, True) for r in rollouts]
-        books.append(folder / "rollouts.jsonl", readable)
+        jsonl.append(folder / "rollouts.jsonl", readable)
     distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
     return file
 

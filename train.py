@@ -35,6 +35,7 @@ from tqdm import tqdm
 import books
 import checkpoint
 import distributed
+import jsonl
 import losses
 import plan
 import rollout
@@ -446,7 +447,7 @@ def train(config: Config, device: torch.device) -> Path:
             metrics |= books.alarms(state, config, metrics, undecided)
             undecided.append(metrics["rollout/undecided_share"])
             if distributed.rank() == 0:
-                books.append(metrics_file, [{"step": state.step} | metrics])
+                jsonl.append(metrics_file, [{"step": state.step} | metrics])
                 run.report(state.step, metrics)
                 progress.write(books.summary(state.step, config.steps, metrics))
             progress.update()

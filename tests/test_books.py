@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import books
+import jsonl
 
 VECTORS = json.loads((Path(__file__).parent / "data/justrl2_golden.json").read_text())
 VECTORS = {v["name"]: v for v in (VECTORS["vectors"] if isinstance(VECTORS, dict) else VECTORS)}
@@ -49,8 +50,31 @@ def test_sums_divide_once():
 
 
 def test_a_nan_is_null_in_the_metrics_file(tmp_path):
-    books.append(tmp_path / "m.jsonl", [{"step": 1, "a": math.nan, "b": 2.0}])
+    jsonl.append(tmp_path / "m.jsonl", [{"step": 1, "a": math.nan, "b": 2.0}])
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "a": None, "b": 2.0}
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"old": 1}\n')
+
+    def rows():
+        yield {"new": 1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        jsonl.write(file, rows())
+    assert file.read_text() == '{"old": 1}\n'
+    jsonl.write(file, [{"new": 2}])  # nothing of the first attempt is in it
+    assert file.read_text() == '{"new": 2}\n'
+
+
+def test_an_evaluation_joins_the_row_of_its_step_or_begins_it(tmp_path):
+    file = tmp_path / "m.jsonl"
+    books.amend(file, 0, {"a": 0.5})
+    jsonl.append(file, [{"step": 1, "b": 2.0}])
+    books.amend(file, 1, {"a": 0.25})
+    assert file.read_text() == '{"step": 0, "a": 0.5}\n{"step": 1, "b": 2.0, "a": 0.25}\n'
 
 
 def test_rows_after_the_resumed_step_are_forgotten(tmp_path):
