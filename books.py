@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +24,12 @@ import distributed
 import jsonl
 from checkpoint import State
 from config import ROOT, Config, reward_weights
-from data import Batch, Rollout
+from data import Batch, Rollout, sample_row
 from distributed import print0
 from rewards import has_format
 from rollout import Collected, has_signal
 from rundir import read_rows
-from scores import pass_at_k
+from scores import is_repetitive, pass_at_k
 from verify import UNDECIDED
 
 ALARMS = "no_box no_signal verifier truncated dead_critic mismatch entropy".split()
@@ -105,12 +104,6 @@ def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
         "solve_none": share(sum(x < 0.01 for x in flat)),
         "no_grad": share(len(flat)),
     }
-
-
-def is_repetitive(text: str) -> bool:
-    """Longer than 10,000 characters, and the last 10,000 shrink more than tenfold under zlib."""
-    tail = text[-10_000:].encode()
-    return len(text) > 10_000 and len(tail) > 10 * len(zlib.compress(tail, 9))
 
 
 def mean(xs: Sequence[float]) -> float:
@@ -229,27 +222,6 @@ def write_audit(
         jsonl.append(folder / "audit.jsonl", [{"step": step} | curves])
     numbers = {f"critic/{name}": value for name, value in numbers.items()}
     return numbers | {"policy/advantage_last_tenth": shares[-1]}
-
-
-def sample_row(step: int, r: Rollout, kept: bool) -> dict:
-    """One line of rollouts.jsonl."""
-    return {
-        "step": step,
-        "problem_id": r.problem.id,
-        "draw": r.group,
-        "sample_index": r.sample_index,
-        "prompt": r.problem.prompt,
-        "response": r.text,
-        "response_ids": r.response_ids,
-        "rollout_logprobs": r.rollout_logprobs,
-        "reward": r.reward,
-        "correct": r.correct,
-        "overlong_penalty": r.overlong_penalty,
-        "reason": r.reason,
-        "finish_reason": r.finish_reason,
-        "response_length": len(r.response_ids),
-        "kept": kept,
-    }
 
 
 def write_rollouts(

@@ -69,6 +69,27 @@ class Rollout:
         return self.finish_reason != "abort"
 
 
+def sample_row(step: int, r: Rollout, kept: bool) -> dict:
+    """One line of rollouts.jsonl."""
+    return {
+        "step": step,
+        "problem_id": r.problem.id,
+        "draw": r.group,
+        "sample_index": r.sample_index,
+        "prompt": r.problem.prompt,
+        "response": r.text,
+        "response_ids": r.response_ids,
+        "rollout_logprobs": r.rollout_logprobs,
+        "reward": r.reward,
+        "correct": r.correct,
+        "overlong_penalty": r.overlong_penalty,
+        "reason": r.reason,
+        "finish_reason": r.finish_reason,
+        "response_length": len(r.response_ids),
+        "kept": kept,
+    }
+
+
 # ---- files
 
 

@@ -28,9 +28,17 @@ import jsonl
 import rewards
 import sandbox
 import verify
-from books import is_repetitive, sample_row
 from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
-from data import Problem, Rollout, load_problems, load_tokenizer, pack, partition, think_mode
+from data import (
+    Problem,
+    Rollout,
+    load_problems,
+    load_tokenizer,
+    pack,
+    partition,
+    sample_row,
+    think_mode,
+)
 from distributed import print0
 from draw import Truncation
 from model import load_config, local_folder
@@ -45,6 +53,7 @@ from scores import (
     best_at_k,
     compare,
     count_votes,
+    is_repetitive,
     maj_at_k,
     pass_at_k,
     resamples,

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import books
 import distributed
 import jsonl
 from checkpoint import State
 from config import Config
-from data import Batch, Problem, Rollout, to_batch, vocabulary_size
+from data import Batch, Problem, Rollout, sample_row, to_batch, vocabulary_size
 from distributed import print0
 from forward import LOSSES, forward_critic, forward_policy, micro_batches, of_rows
 from model import Transformer
@@ -54,7 +53,7 @@ def save_replay(
         }
         torch.save(saved, file)
         (folder / "rollouts.jsonl").unlink(missing_ok=True)
-        readable = [books.sample_row(state.step + 1, r, True) for r in rollouts]
+        readable = [sample_row(state.step + 1, r, True) for r in rollouts]
         jsonl.append(folder / "rollouts.jsonl", readable)
     distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
     return file

@@ -5,6 +5,7 @@ subsets of the n, counted in closed form: unbiased, and without the noise of dra
 """
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -97,6 +98,12 @@ def best_at_k(values: Sequence[float], rewards: Sequence[float], k: int) -> floa
         ranked += [sum(tied) / len(tied)] * len(tied)
     # Rank i is the best of a subset if the other k - 1 come from the n - 1 - i behind it.
     return sum(r * math.comb(n - 1 - i, k - 1) for i, r in enumerate(ranked)) / math.comb(n, k)
+
+
+def is_repetitive(text: str) -> bool:
+    """Longer than 10,000 characters, and the last 10,000 shrink more than tenfold under zlib."""
+    tail = text[-10_000:].encode()
+    return len(text) > 10_000 and len(tail) > 10 * len(zlib.compress(tail, 9))
 
 
 def resamples(problems: int, seed: int) -> Tensor:

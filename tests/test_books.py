@@ -8,6 +8,7 @@ import pytest
 
 import books
 import jsonl
+from scores import is_repetitive
 
 VECTORS = json.loads((Path(__file__).parent / "data/justrl2_golden.json").read_text())
 VECTORS = {v["name"]: v for v in (VECTORS["vectors"] if isinstance(VECTORS, dict) else VECTORS)}
@@ -36,7 +37,7 @@ def test_repetition_equals_the_golden_vector():
     vector = VECTORS["metrics/repetition"]
     lengths = [len(text) for text in texts]
     assert [abs(a - b) <= 1 for a, b in zip(lengths, vector["inputs"]["lengths"], strict=True)]
-    assert [books.is_repetitive(text) for text in texts] == vector["expected"]["repetition"]
+    assert [is_repetitive(text) for text in texts] == vector["expected"]["repetition"]
 
 
 def test_sums_divide_once():
