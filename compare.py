@@ -9,13 +9,14 @@
     python compare.py controls      GRPO with rewards that ignore the label
     python compare.py muon          GRPO with two optimizers
     python compare.py real          three algorithms and a control on SmolLM2-135M, one seed
+    python compare.py real-groups   the same model with two responses to a problem, two seeds
     python compare.py report        tables and figures from the runs that are there
 
-`make compare` does all of it but `real`, which is `make compare-real`. A run is a directory of
-train.py; one that is complete is not made again. Every algorithm starts from the same model, sees
-the same problems in the same order and samples as many responses per step as the others, the steps
-that warm up its critic included. Seeds are paired, and evaluation draws the same random numbers for
-all. docs/results.md has the outcome.
+`make compare` does all of it but the last two; `make compare-real` fetches their model and does the
+first. A run is a directory of train.py; one that is complete is not made again. Every algorithm
+starts from the same model, sees the same problems in the same order and samples as many responses
+per step as the others, the steps that warm up its critic included. Seeds are paired, and evaluation
+draws the same random numbers for all. docs/results.md has the outcome.
 """
 
 import argparse
@@ -105,6 +106,13 @@ REAL = {
     "PPO, SmolLM2": f"--algorithm ppo {SUMS} {SUMS_CRITIC}",
     "JustRL II, SmolLM2": f"--algorithm justrl2 {SUMS} {SUMS_CRITIC}",
     "GRPO, SmolLM2, reward random": f"--algorithm grpo {SUMS} --reward random --steps 7",
+}
+REAL_PAIRS = f"{SUMS} --prompts-per-step 16 --group-size 2"
+REAL_GROUPS = {
+    "GRPO, SmolLM2, groups of 2": f"--algorithm grpo {REAL_PAIRS}",
+    "GRPO, batch mean, SmolLM2, groups of 2": f"--algorithm reinforce_pp {REAL_PAIRS} {KEEP_ALL}",
+    "JustRL II, SmolLM2, groups of 2": f"""--algorithm justrl2 {REAL_PAIRS} {KEEP_ALL} {NO_WARM_UP}
+        --critic-lr 1e-4 --critic-lr-warmup-steps 0 --critic-updates-per-step 2""",
 }
 REAL_RATE = "1e-5"
 RATES = ("3e-4", "6e-4", "1.2e-3")
@@ -229,9 +237,13 @@ def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS)
     ]
 
 
-def real_jobs(root: Path) -> list[Job]:
-    """Three algorithms and a control on a real model, one seed."""
-    return [Job(label, "clean", REAL_RATE, 0, flags) for label, flags in REAL.items()]
+def real_jobs(rows: dict[str, str], seeds: Iterable[int]) -> list[Job]:
+    """Rows on a real model, whose rate is not tuned."""
+    return [
+        Job(label, "clean", REAL_RATE, seed, flags)
+        for seed in seeds
+        for label, flags in rows.items()
+    ]
 
 
 # ---- reading
@@ -371,7 +383,11 @@ PARTS = {  # the runs of each, and what they are compared with
     "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO, SEEDS), "GRPO, groups of 2"),
     "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
     "muon": (lambda root: few_jobs(root, {"GRPO": GRPO} | MUON), "GRPO"),
-    "real": (real_jobs, "GRPO, SmolLM2"),
+    "real": (lambda root: real_jobs(REAL, [0]), "GRPO, SmolLM2"),
+    "real-groups": (
+        lambda root: real_jobs(REAL_GROUPS, FEW_SEEDS),
+        "GRPO, SmolLM2, groups of 2",
+    ),
 }
 
 
@@ -385,9 +401,10 @@ def main() -> None:
     if args.jobs < 1:
         parser.error("--jobs must be above 0")
     with distributed.command("stopped; the same command goes on from here."):
-        if args.part == "real" and not (REAL_MODEL / "model.safetensors").exists():
+        real = [part for part in PARTS if part.startswith("real")]
+        if args.part in real and not (REAL_MODEL / "model.safetensors").exists():
             raise FileNotFoundError(f"no model in {REAL_MODEL}; `make compare-real` fetches it.")
-        parts = {"all": [part for part in PARTS if part != "real"], "report": PARTS}
+        parts = {"all": [part for part in PARTS if part not in real], "report": PARTS}
         for part in parts.get(args.part, [args.part]):
             make(part, args.output_dir, args.jobs, args.part == "report")
 
