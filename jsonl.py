@@ -43,10 +43,14 @@ def append(file: Path, rows: Iterable[dict], default: Callable | None = None) ->
     """Append rows, on the disk when this returns: no checkpoint may be older than its rows. A NaN,
     which JSON does not have, becomes null; default: what writes other values, as in json.dumps.
     """
-    with open(file, "a", encoding="utf-8") as out:
-        out.writelines(json.dumps(without_nan(row), default=default) + "\n" for row in rows)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with open(file, "a", encoding="utf-8") as out:
+            out.writelines(json.dumps(without_nan(row), default=default) + "\n" for row in rows)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = str(file)  # a full disk does not say of which file
+        raise
 
 
 def write(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:

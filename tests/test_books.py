@@ -70,6 +70,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert file.read_text() == '{"new": 2}\n'
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full, on Linux")
+def test_a_full_disk_says_of_which_file():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        jsonl.append(Path("/dev/full"), [{"a": 1}])
+
+
 def test_an_evaluation_joins_the_row_of_its_step_or_begins_it(tmp_path):
     file = tmp_path / "m.jsonl"
     books.amend(file, 0, {"a": 0.5})
