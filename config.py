@@ -3,7 +3,7 @@ recipe.
 
     python train.py --config recipes/x.yaml --lr 2e-6     flags win over the recipe, the recipe over the defaults
 
-A field left at None takes the default of the chosen algorithm's row in `losses.ALGORITHMS`. The
+A field left at None takes the default of the chosen algorithm's row in `algorithms.ALGORITHMS`. The
 other defaults run the embedded tiny model on a laptop CPU; the paper's values are in
 recipes/justrl2-minicpm5-2b-128k.yaml.
 """
@@ -54,7 +54,7 @@ class Config:
     label_key: str = option("", "column of --data with the right answer; empty: label, answer, ground_truth, ...")
     prompt_suffix: str = option("", "text put on a line of its own behind every prompt, such as a request to box the answer")
     output_dir: str = option("", "run directory; empty: a new one under runs/")
-    algorithm: str = option("justrl2", "row of losses.ALGORITHMS: grpo, ppo, justrl2, ...")
+    algorithm: str = option("justrl2", "row of algorithms.ALGORITHMS: grpo, ppo, justrl2, ...")
     steps: int = option(40, "rollout steps of the whole run, critic-only steps included", "(0, inf)")
     seed: int = option(0, "seeds data order and sampling", "[0, 4294967295]")
     resume: bool = option(False, "continue the run in --output-dir from its newest checkpoint")
@@ -167,7 +167,7 @@ class Config:
 
     def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
         """A checked copy in which every None took its row's default; `algorithms` is
-        `losses.ALGORITHMS`.
+        `algorithms.ALGORITHMS`.
         """
         if self.algorithm not in algorithms:
             refuse(

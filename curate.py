@@ -8,7 +8,7 @@
 
     python curate.py --model DIR --data FILE --output FILE.jsonl [--audit-model DIR ...]
 
-The rules of stage 1 are in sift.py. Labels are never edited. Beside the output lie
+The rules of stage 1 are in rules.py. Labels are never edited. Beside the output lie
 FILE.report.json (what every stage dropped and why), FILE.dropped.jsonl (those rows) and
 FILE.state.jsonl (all that was sampled): the same command goes on with a run that was killed, and
 other rules or thresholds sample nothing again.
@@ -29,16 +29,17 @@ import torch
 from jinja2 import TemplateError
 
 import distributed
-import jsonl
-import sift
+import files
 from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
-from data import Problem, Rollout, load_tokenizer, render_prompt, think_mode, with_suffix
+from curation import rules
+from curation.rules import REASONS, Drop, Row, bar
+from data import Problem, Rollout
 from distributed import print0
+from files import writing
 from model import load_config, local_folder
+from problems import load_tokenizer, render_prompt, think_mode, with_suffix
 from rollout import Sampler, evaluate
-from rundir import writing
-from scores import ANSWERED, count_votes
-from sift import REASONS, Drop, Row, bar
+from run.scores import ANSWERED, count_votes
 from verify import Verifier, label_kind
 
 COMPANIONS = STATE, DROPPED, REPORT = ".state.jsonl", ".dropped.jsonl", ".report.json"
@@ -137,7 +138,7 @@ class State:
         if distributed.rank() == 0 and file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # a line that a kill cut off
         distributed.barrier()
-        stored = [line for _, line in jsonl.read(file)] if file.exists() else []
+        stored = [line for _, line in files.read_jsonl(file)] if file.exists() else []
         distributed.barrier()  # every rank has read before one writes
         if not stored:
             self._append(settings)
@@ -153,7 +154,7 @@ class State:
 
     def _append(self, line: dict) -> None:
         if distributed.rank() == 0:
-            jsonl.append(self.file, [line])
+            files.append_jsonl(self.file, [line])
 
     def missing(self, stage: str, left: Sequence[int]) -> Iterable[list[int]]:
         """The rows without a result, in chunks: those that one run from start to end would have."""
@@ -203,11 +204,11 @@ def find_unverifiable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
         kinds = {i: label_kind(rows[i].label) for i in chunk}
         state.add("labels", {i: [kind, value and value[0]] for i, (kind, value) in kinds.items()})
     for i in readable:
-        found = sift.examine(rows[i].text, rows[i].label, *state.results["labels"][i])
+        found = rules.examine(rows[i].text, rows[i].label, *state.results["labels"][i])
         if found and (found.reason != "several_values" or config.drop_several_values):
             dropped[i] = found
     once = {i: rows[i] for i in readable if i not in dropped}
-    return dropped | sift.find_repeated(
+    return dropped | rules.find_repeated(
         once, run.evaluation, config.ngram, config.ngram_overlap, config.ngram_common
     )
 
@@ -401,8 +402,8 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     state_file = output.with_suffix(STATE)
     if output.exists() and not state_file.exists():
         refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
-    rows = sift.load_rows(config.data, config.prompt_key, config.label_key)
-    evaluation = sift.load_texts(config.decontaminate, config.prompt_key)
+    rows = rules.load_rows(config.data, config.prompt_key, config.label_key)
+    evaluation = rules.load_texts(config.decontaminate, config.prompt_key)
     for model in (config.model, *config.audit_model):  # before hours of sampling, not after
         load_config(local_folder(model))
     with writing("--output", output):
@@ -422,8 +423,8 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     if distributed.rank() == 0:
         row = lambda i: rows[i].fields | rows[i].notes
         lost = (row(i) | drop._asdict() for i, drop in sorted(dropped.items()))
-        jsonl.write(output.with_suffix(DROPPED), lost, default=str)
-        jsonl.write(output, map(row, left), default=str)
+        files.write_jsonl(output.with_suffix(DROPPED), lost, default=str)
+        files.write_jsonl(output, map(row, left), default=str)
         output.with_suffix(REPORT).write_text(json.dumps(report, indent=2) + "\n")
     print0(f"\n{len(left)} of {len(rows)} rows: {output}")
     return report

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embeddedtask import first_wrong_token, right_response
-from rundir import file_of, read_rows, writing
+from files import file_of, read_rows, writing
+from reports.embedded_task import first_wrong_token, right_response
 
 # Figures by file name, their panels by title, curves by label: metrics of metrics.jsonl.
 # fmt: off
@@ -304,7 +304,7 @@ def main() -> None:
         )
     try:
         if args.explain:
-            import explain
+            from reports import explain
 
             if args.source:
                 print(explain.advantage_table(explain.stored_group(args.source, args.step)))
@@ -315,9 +315,9 @@ def main() -> None:
             figures = draw(args.runs, args.output or args.runs[0] / "figures")
             print(*figures, sep="\n")
             if args.report:
-                import report
+                from reports import html
 
-                print(report.write(args.runs[0], figures))
+                print(html.write(args.runs[0], figures))
     except (OSError, ValueError, ImportError) as error:  # a file is missing or broken, or a package
         raise SystemExit(f"error: {error}") from error
 

@@ -23,29 +23,20 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import distributed
-import evalreport
-import jsonl
+import files
 import rewards
-import sandbox
 import verify
 from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
-from data import (
-    Problem,
-    Rollout,
-    load_problems,
-    load_tokenizer,
-    pack,
-    partition,
-    sample_row,
-    think_mode,
-)
+from data import Problem, Rollout, pack, partition
 from distributed import print0
-from draw import Truncation
+from files import part_of, settings_of, writing
 from model import load_config, local_folder
+from problems import load_problems, load_tokenizer, think_mode
+from reports import eval_tables
 from rewards import Verifier
 from rollout import Sampler, evaluate, sample_groups
-from rundir import part_of, settings_of, writing
-from scores import (
+from run.metrics import sample_row
+from run.scores import (
     ANSWERED,
     LEVEL,
     RESAMPLES,
@@ -59,6 +50,8 @@ from scores import (
     resamples,
     subset_sizes,
 )
+from sampler.sampling import Truncation
+from verifier import sandbox
 
 # Ends a thought and opens the box: whatever follows is an answer. Needs no word of any language.
 CLOSING = "\n</think>\n\\boxed{"
@@ -357,7 +350,7 @@ def evaluate_subject(
         if options.save_responses:
             about = {"model": subject.path, "set": data}
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
-            jsonl.append(Path(options.save_responses), rows)
+            files.append_jsonl(Path(options.save_responses), rows)
         result = {"problems": len(problems), "dropped": dropped, "think": think}
         yield data, result | score_set(groups, finals, options, grader)
 
@@ -381,17 +374,17 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
             for data, result in evaluate_subject(subject, critic, options, device, grader):
                 report[role]["sets"][data] = result
                 save(options, report)
-                evalreport.print_result(report, role, data)
+                eval_tables.print_result(report, role, data)
     if options.compare and distributed.rank() == 0:
         report["comparison"] = {}
         for data in options.data:
             before, after = (report[role]["sets"][data]["per_problem"] for role in roles)
             comparison = compare(before, after, resamples(len(before), options.seed))
             report["comparison"][data] = comparison
-            evalreport.print_comparison(report, data)
+            eval_tables.print_comparison(report, data)
         save(options, report)
         if options.figure:
-            evalreport.draw(report, options.figure)
+            eval_tables.draw(report, options.figure)
     return report
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import algorithms
 import distributed
 import losses
 from config import Config
@@ -127,7 +128,7 @@ def policy_loss(
     logprobs, entropy = forward_policy(policy, mb, config.temperature)
     return losses.policy_loss(
         logprobs,
-        objective=losses.ALGORITHMS[config.algorithm].objective,
+        objective=algorithms.ALGORITHMS[config.algorithm].objective,
         entropy=entropy if config.entropy_coef else None,
         **of_rows(given, mb),
         **{name: getattr(config, name) for name in OBJECTIVE_OPTIONS},

@@ -18,10 +18,8 @@ trainer's at the start of the step, `rollout_logprobs` the sampler's own. Metric
 (numerator, denominator): add over micro-batches first, divide last.
 """
 
-import inspect
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,28 +45,6 @@ def overlong_penalty(
         return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
     free = max_response_tokens - buffer_tokens
     return (factor * (free - lengths.double()) / buffer_tokens).clamp(-factor, 0)
-
-
-def length_reward(
-    correct: Tensor,
-    lengths: Tensor,
-    group_ids: Tensor,
-    *,
-    weight: float = 0.2,
-    min_spread: int = 8000,
-    min_longest: int = 10000,
-) -> Tensor:
-    """Bonus for short correct answers, Kimi k1.5 (2501.12599): (N,) float64, to add to the reward.
-
-    weight (1/2 - (L - L_min) / (L_max - L_min)) over the correct responses of a group, where
-    L_max - L_min >= min_spread and L_max >= min_longest tokens; wrong responses get 0.
-    """
-    peers = same_group(group_ids) & correct[None, :]
-    length = lengths.double()
-    longest = torch.where(peers, length, -math.inf).amax(1)
-    shortest = torch.where(peers, length, math.inf).amin(1)
-    rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
-    return keep(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
 
 
 def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
@@ -170,21 +146,6 @@ def grpo_advantages(
     return spread_over_tokens(centred, mask, token_rewards.dtype)
 
 
-def rloo_advantages(*, token_rewards, mask, group_ids, **_) -> tuple[Tensor, None]:
-    """r_i - mean reward of the others, RLOO (2402.14740): an unbiased baseline."""
-    r = scores(token_rewards, mask, group_ids)
-    others = (group_sum(r, group_ids) - r) / (group_size(group_ids) - 1)
-    return spread_over_tokens(r - others, mask, token_rewards.dtype)
-
-
-def reward_to_go_advantages(*, token_rewards, mask, gamma=1.0, **_) -> tuple[Tensor, None]:
-    """Discounted sum of the rewards still to come, REINFORCE++ (2501.03262).
-
-    Without a baseline of its own: whiten over the batch afterwards.
-    """
-    return gae(token_rewards, torch.zeros_like(token_rewards), mask, 1.0, gamma)[0], None
-
-
 def ppo_advantages(
     *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda=0.95, **_
 ) -> tuple[Tensor, Tensor]:
@@ -245,17 +206,6 @@ def justrl2_advantages(
         correction = group_correction(raw, values, mask, group_ids)
         token_rewards = token_rewards + terminal_reward(correction, mask)
     gae_lambda = length_adaptive_lambda(mask.sum(1), gae_lambda_k)
-    return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
-
-
-def vapo_advantages(
-    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda_alpha=1.5, **_
-) -> tuple[Tensor, Tensor]:
-    """VAPO (2504.05118): length-adaptive lambda 1 - 1/(alpha L), decoupled value target.
-
-    The paper's alpha 0.05 is for thousands of tokens: up to 1/alpha tokens lambda is 0.
-    """
-    gae_lambda = vapo_lambda(mask.sum(1), gae_lambda_alpha)
     return decoupled_advantages(gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma)
 
 
@@ -391,30 +341,7 @@ def off_policy_sequences(log_ratio: Tensor, advantages: Tensor, mask: Tensor, de
     return mask & (advantages < 0) & drifted[:, None]
 
 
-def covariance_mask(
-    old_logprobs: Tensor, advantages: Tensor, mask: Tensor, fraction: float
-) -> Tensor:
-    """(N, T) bool: the `fraction` of tokens with the largest positive covariance of log-prob and
-    advantage, which are those that lower entropy most (2505.22617).
-
-    Taken over the global batch before the update, so micro-batches do not matter. The paper draws
-    Clip-Cov tokens at random from a window of covariances; the largest need no random numbers.
-    """
-    logp, adv = old_logprobs[mask].double(), advantages[mask].double()
-    covariance = (logp - logp.mean()) * (adv - adv.mean())
-    count = min(math.ceil(fraction * covariance.numel()), covariance.numel())
-    if count == 0:
-        return torch.zeros_like(mask)
-    threshold = covariance.topk(count).values[-1]
-    return mask.masked_scatter(mask, (covariance >= threshold) & (covariance > 0))
-
-
 # --- objectives: (value to maximise per token, which tokens have reached their limit) ---------
-
-
-def reinforce(logprobs, log_ratio, advantages, **_):
-    """A log pi: no ratio and no clip, so it is right on the first update of a batch only."""
-    return advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
@@ -431,48 +358,7 @@ def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
     return surrogate, clipped < unclipped
 
 
-def cispo(logprobs, log_ratio, advantages, *, clip_low, clip_high, **_):
-    """sg[clip(rho, 1 - low, 1 + high)] A log pi, CISPO (2506.13585): no token is silenced."""
-    ratio = log_ratio.exp().detach()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return weight * advantages * logprobs, weight != ratio
-
-
-def sapo(log_ratio, advantages, *, sapo_tau_pos, sapo_tau_neg, **_):
-    """(4 / tau) sigmoid(tau (rho - 1)) A, SAPO (2511.20347): a soft gate instead of a clip."""
-    tau = torch.where(advantages > 0, advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
-    return 4 / tau * gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
-
-
-def gmpo(log_ratio, advantages, mask, *, clip_low, clip_high, **_):
-    """A exp(mean_t of the log-ratio, clipped on the side that A pushes to), GMPO (2507.20673).
-
-    clip_low and clip_high bound the log-ratio here, not the ratio.
-    """
-    bounded = log_ratio.clamp(-clip_low, clip_high)
-    one_sided = torch.where(
-        advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
-    )
-    geometric_mean = row_mean(one_sided, mask)[:, None].exp()
-    return geometric_mean * advantages, one_sided != log_ratio
-
-
-def trust_mask(log_ratio, advantages, *, clip_low, clip_high, **_):
-    """rho A where rho is in [1 - low, 1 + high], else 0 without gradient, SAO."""
-    ratio = log_ratio.exp()
-    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    return keep(ratio * advantages, ~outside), outside
-
-
-OBJECTIVES = {
-    "reinforce": reinforce,
-    "clip": clip,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "trust_mask": trust_mask,
-}
+OBJECTIVES = {"clip": clip}  # algorithms.py adds those of its other rows
 
 
 # --- KL --------------------------------------------------------------------------------------
@@ -672,33 +558,6 @@ def surrogate(
     return gain, metrics
 
 
-# --- on-policy distillation ------------------------------------------------------------------
-
-
-def distillation_advantages(*, old_logprobs, teacher_logprobs, mask, **_) -> tuple[Tensor, None]:
-    """log teacher - log student at each sampled token: minus the k1 estimate of the reverse KL."""
-    return -approx_kl(old_logprobs, teacher_logprobs, "k1", mask=mask), None
-
-
-def topk_forward_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    k: int,
-    *,
-    min_logprob: float = -math.inf,
-    max_kl: float = math.inf,
-) -> Tensor:
-    """sum over the teacher's top k of p_T (log p_T - log p_S), both normalised over the vocabulary.
-
-    (..., V) logits -> (...). min_logprob floors both log-probs, max_kl caps the result.
-    """
-    teacher, ids = teacher_logits.log_softmax(-1).topk(k, dim=-1)
-    student = student_logits.log_softmax(-1).gather(-1, ids)
-    weight = teacher.exp()
-    teacher, student = teacher.clamp(min=min_logprob), student.clamp(min=min_logprob)
-    return (weight * (teacher - student)).sum(-1).clamp(max=max_kl)
-
-
 # --- masks and sums --------------------------------------------------------------------------
 
 
@@ -741,79 +600,3 @@ def group_size(group_ids: Tensor) -> Tensor:
 def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
     return keep(x.detach().float(), mask).sum(), mask.sum()
-
-
-# --- the table -------------------------------------------------------------------------------
-
-
-class Algorithm(NamedTuple):
-    """One row: `defaults` are the configuration fields it sets where the user has not.
-
-    advantage(*, token_rewards, raw_token_rewards, values, mask, group_ids, **configuration)
-    returns (advantages (N, T), value targets (N, T) or None); objective is a key of OBJECTIVES.
-    """
-
-    advantage: Callable
-    objective: str
-    critic: bool
-    about: str
-    defaults: dict
-
-    @property
-    def reads(self) -> set[str]:
-        """Names of the configuration fields that the advantage or the objective takes."""
-        objective = inspect.signature(OBJECTIVES[self.objective]).parameters.values()
-        limits = {p.name for p in objective if p.kind is p.KEYWORD_ONLY}
-        return limits | inspect.signature(self.advantage).parameters.keys()
-
-
-def row(advantage, objective, about, critic=False, **defaults) -> Algorithm:
-    """An Algorithm whose defaults are COMMON with the given ones laid over."""
-    return Algorithm(advantage, objective, critic, about, COMMON | defaults)
-
-
-# fmt: off
-COMMON = dict(
-    aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2, dual_clip=None,
-    std_normalize=False, whiten_advantages=False, is_mode="none",
-)
-PER_RESPONSE = dict(aggregation="seq-mean-token-mean", std_normalize=True)
-CRITIC = dict(critic=True, whiten_advantages=True)
-JUSTRL2 = CRITIC | dict(gae_lambda_k=0.5, clip_high=0.28, is_mode="icepop", is_low=0.5, is_high=5.0)
-
-ALGORITHMS = {
-    "grpo": row(grpo_advantages, "clip", "group mean and std (2402.03300)", **PER_RESPONSE),
-    "dr_grpo": row(grpo_advantages, "clip", "GRPO without std and length bias (2503.20783)",
-        aggregation="seq-mean-token-sum-norm"),
-    "dapo": row(grpo_advantages, "clip", "GRPO with token mean and clip-higher (2503.14476)",
-        std_normalize=True, clip_high=0.28),
-    "rloo": row(rloo_advantages, "reinforce", "the others' mean as baseline (2402.14740)",
-        aggregation="seq-mean-token-sum-norm"),
-    "reinforce_pp": row(reward_to_go_advantages, "clip",
-        "reward to go, normalised over the batch (2501.03262)", whiten_advantages=True),
-    "reinforce_pp_baseline": row(grpo_advantages, "clip",
-        "group mean removed, normalised over the batch (2501.03262)", whiten_advantages=True),
-    "rgra": row(grpo_advantages, "reinforce", "GRPO without ratio and clip", **PER_RESPONSE),
-    "gspo": row(grpo_advantages, "clip", "one ratio per response, clipped whole (2507.18071)",
-        **PER_RESPONSE, ratio_level="sequence", clip_low=3e-4, clip_high=4e-4),
-    "gspo_token": row(grpo_advantages, "clip", "GSPO with each token's own gradient (2507.18071)",
-        **PER_RESPONSE, ratio_level="sequence-token", clip_low=3e-4, clip_high=4e-4),
-    "cispo": row(grpo_advantages, "cispo", "clipped ratio as a weight only (2506.13585)",
-        std_normalize=True, clip_low=1.0, clip_high=4.0),
-    "sapo": row(grpo_advantages, "sapo", "a sigmoid gate in place of the clip (2511.20347)",
-        **PER_RESPONSE, sapo_tau_pos=1.0, sapo_tau_neg=1.05),
-    "gmpo": row(grpo_advantages, "gmpo", "geometric mean of the token ratios (2507.20673)",
-        **PER_RESPONSE, clip_low=0.4, clip_high=0.4),
-    "ppo": row(ppo_advantages, "clip", "GAE with one lambda, target A + V (1707.06347)",
-        **CRITIC, gae_lambda=0.95),
-    "vapo": row(vapo_advantages, "clip", "lambda 1 - 1/(alpha L), target the outcome (2504.05118)",
-        **CRITIC, gae_lambda_alpha=1.5, clip_high=0.28),
-    "sao": row(ppo_advantages, "trust_mask", "one response per problem, far tokens dropped",
-        **CRITIC, gae_lambda=0.95, clip_low=0.3, clip_high=5.0, group_size=1,
-        dynamic_sampling=False, critic_updates_per_step=2),
-    "justrl2": row(justrl2_advantages, "clip", "lambda k^(1/L), target the outcome, IcePop",
-        **JUSTRL2),
-    "justrl2_group": row(justrl2_advantages, "clip", "JustRL II less the group's critic error",
-        **JUSTRL2, group_center=True),
-}
-# fmt: on

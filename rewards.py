@@ -27,8 +27,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-import sandbox
 import verify
+from verifier import sandbox
 from verify import PartVerdict, Verdict
 
 REASONS = verify.REASONS | {

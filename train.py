@@ -1,4 +1,4 @@
-"""Train a policy with JustRL II, GRPO, PPO or another row of `losses.ALGORITHMS`.
+"""Train a policy with JustRL II, GRPO, PPO or another row of `algorithms.ALGORITHMS`.
 
 One step, in the order of the method:
 
@@ -32,18 +32,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import books
-import checkpoint
+import algorithms
 import distributed
-import jsonl
+import files
 import losses
-import plan
 import rollout
-from checkpoint import State
 from config import Config, parse, reward_weights
 from data import Batch, to_batch
 from distributed import print0
-from draw import Truncation
 from forward import (
     LOSSES,
     micro_batches,
@@ -52,10 +48,14 @@ from forward import (
     score_critic,
     score_policy,
 )
-from optimizer import at_work, optimizer_step
-from replay import replay, save_replay
 from rewards import has_format
-from start import Run, set_up
+from run import checkpoint, plan
+from run import metrics as run_metrics
+from run.checkpoint import State
+from run.optimizer import at_work, optimizer_step
+from run.postmortem import replay, save_replay
+from run.setup import Run, set_up
+from sampler.sampling import Truncation
 
 # A run that kept no group for so many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
@@ -73,7 +73,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     """Steps 1 to 7 of the method; returns the metrics of the step, or None if SIGTERM cut its
     rollout short and nothing has changed.
     """
-    clock = books.Clock()
+    clock = run_metrics.Clock()
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
@@ -103,7 +103,7 @@ def collect(run: Run, state: State, step: int) -> rollout.Collected:
 
 
 @contextmanager
-def sampling_ahead(run: Run, state: State, clock: books.Clock) -> Iterator[None]:
+def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator[None]:
     """--async-steps 1: sample the next step in a thread while the body updates the policy.
 
     The thread has the sampler, the order and the buffer for itself until it ends, and it ends
@@ -133,12 +133,12 @@ def sampling_ahead(run: Run, state: State, clock: books.Clock) -> Iterator[None]
 
 
 def learn(
-    run: Run, state: State, collected: rollout.Collected, clock: books.Clock
+    run: Run, state: State, collected: rollout.Collected, clock: run_metrics.Clock
 ) -> dict[str, float]:
     """Steps 2 to 7 on the groups of a step, and its samples; returns the metrics."""
     config = run.config
     add_overlong_penalty(collected, config)
-    metrics = books.rollout_metrics(collected, config, state.sampler.weight_version)
+    metrics = run_metrics.rollout_metrics(collected, config, state.sampler.weight_version)
     kept = [r for group in collected.groups for r in group]
     values = advantages = None
     on_device = lambda part: at_work(*state.part(part), run.device, config)
@@ -156,16 +156,18 @@ def learn(
             with clock("update_critic"), on_device("critic"):
                 metrics |= update_critic(run, state, batch, values, returns)
         # Behind that update, which stops the run if one of these values is not finite.
-        metrics |= books.write_audit(run.folder, state.step + 1, batch, mask, values, advantages)
+        metrics |= run_metrics.write_audit(
+            run.folder, state.step + 1, batch, mask, values, advantages
+        )
         warm = state.critic is None or state.step >= config.num_critic_only_steps
         if warm and mask.any():
             with clock("score_policy"), on_device("policy"):
                 old_logprobs, entropy = score_policy(state.policy, batch, config)
             with clock("update_policy"), on_device("policy"):
                 metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-            metrics |= books.score_metrics(batch, mask, old_logprobs, entropy, advantages)
+            metrics |= run_metrics.score_metrics(batch, mask, old_logprobs, entropy, advantages)
     tokens = {"values": values, "advantages": advantages}
-    books.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
+    run_metrics.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
     return metrics
 
 
@@ -210,7 +212,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     if config.critic_sees_penalty:
         critic = critic + overlong_penalties(batch)
     if config.length_reward_weight:
-        actor = actor + losses.length_reward(
+        actor = actor + algorithms.length_reward(
             batch.rewards > 0.5,
             batch.response_lengths,
             batch.group_ids,
@@ -257,7 +259,7 @@ def update_critic(
     run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
-    config, sums = run.config, books.Sums()
+    config, sums = run.config, run_metrics.Sums()
     mask, head, updates = batch.response_mask, state.critic.value_head, state.critic_steps
     before = distributed.full(head.weight.detach()).clone()
     given = {"old_values": old_values, "returns": returns}
@@ -283,7 +285,7 @@ def update_policy(
     run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor
 ) -> dict[str, float]:
     """The surrogate objective, weighted for the distance between sampler and trainer."""
-    config, sums = run.config, books.Sums()
+    config, sums = run.config, run_metrics.Sums()
     mask = loss_mask(batch, config)
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
@@ -291,7 +293,7 @@ def update_policy(
     given = {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
     given["weights"] = weights
     if config.entropy_control != "none":
-        given["cov_mask"] = losses.covariance_mask(
+        given["cov_mask"] = algorithms.covariance_mask(
             old_logprobs, advantages, mask, config.cov_fraction
         )
     if state.reference is not None:
@@ -325,7 +327,7 @@ def update(
     rows: Sequence[int],
     given: dict[str, Tensor],
     lr: float,
-    sums: books.Sums,
+    sums: run_metrics.Sums,
 ) -> None:
     """One optimizer step of the policy or the critic on a minibatch.
 
@@ -380,14 +382,14 @@ def evaluation_is_due(run: Run, state: State) -> bool:
 
 def catch_up(run: Run, state: State, metrics_file: Path) -> None:
     """The evaluation that the finished steps lack: the first, or one that SIGTERM cut short."""
-    made = "eval/accuracy" in books.row_of_step(metrics_file, state.step)
+    made = "eval/accuracy" in run_metrics.row_of_step(metrics_file, state.step)
     if made or not evaluation_is_due(run, state):
         return
     metrics = evaluate(run, state)
     if metrics and distributed.rank() == 0:
         when = f"step {state.step}" if state.step else "start"
         print0(f"{when}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        books.amend(metrics_file, state.step, metrics)
+        run_metrics.amend(metrics_file, state.step, metrics)
         run.report(state.step, metrics)
 
 
@@ -410,7 +412,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}
-    return books.evaluation_metrics(groups) | {"eval/seconds": time.perf_counter() - start}
+    return run_metrics.evaluation_metrics(groups) | {"eval/seconds": time.perf_counter() - start}
 
 
 def train(config: Config, device: torch.device) -> Path:
@@ -424,8 +426,8 @@ def train(config: Config, device: torch.device) -> Path:
     )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
-        books.forget_after(run.folder / name, state.step)
-    undecided = books.history(metrics_file, "rollout/undecided_share")
+        run_metrics.forget_after(run.folder / name, state.step)
+    undecided = run_metrics.history(metrics_file, "rollout/undecided_share")
     with run.grader, handle_signals(state, config):
         catch_up(run, state, metrics_file)
         if state.step >= config.steps:
@@ -444,12 +446,12 @@ def train(config: Config, device: torch.device) -> Path:
                 break
             if evaluation_is_due(run, state):
                 metrics |= evaluate(run, state)
-            metrics |= books.alarms(state, config, metrics, undecided)
+            metrics |= run_metrics.alarms(state, config, metrics, undecided)
             undecided.append(metrics["rollout/undecided_share"])
             if distributed.rank() == 0:
-                jsonl.append(metrics_file, [{"step": state.step} | metrics])
+                files.append_jsonl(metrics_file, [{"step": state.step} | metrics])
                 run.report(state.step, metrics)
-                progress.write(books.summary(state.step, config.steps, metrics))
+                progress.write(run_metrics.summary(state.step, config.steps, metrics))
             progress.update()
             last = state.step == config.steps
             if config.save_every and state.step % config.save_every == 0 and not last:
@@ -465,8 +467,8 @@ def train(config: Config, device: torch.device) -> Path:
         save(run, state)
     if distributed.rank() == 0:
         if not state.sampler.interrupted:
-            books.draw_figures(run.folder)
-        books.report(run.folder, state.step, config.steps)
+            run_metrics.draw_figures(run.folder)
+        run_metrics.report(run.folder, state.step, config.steps)
     return run.folder
 
 
@@ -481,7 +483,7 @@ def save_or_warn(run: Run, state: State) -> None:
     try:
         save(run, state)
     except OSError as error:
-        books.warn(
+        run_metrics.warn(
             state.step,
             f"{error} The run goes on; until the next checkpoint a kill loses all since the last. "
             "Make room.",
@@ -516,7 +518,7 @@ def handle_signals(state: State, config: Config) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     with distributed.command("stopped at once; a step in hand is lost."):
-        config = parse(argv).resolved(losses.ALGORITHMS)
+        config = parse(argv).resolved(algorithms.ALGORITHMS)
         if config.plan:
             plan.run(config)
         elif config.replay:

@@ -34,10 +34,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import algebra
-import jsonl
-import latex
-from algebra import NoValue, TooBig, Unreadable
+import files
+from verifier import algebra, latex
+from verifier.algebra import NoValue, TooBig, Unreadable
 
 REASONS = {
     "ok": "the answer equals the label",
@@ -469,7 +468,7 @@ def read_jsonl(path: str, *required: tuple[str, ...]) -> list[dict]:
     """The objects of a JSONL file; each must have one key of every group in `required`."""
     rows = []
     try:
-        for where, row in jsonl.read(path):
+        for where, row in files.read_jsonl(path):
             rows.append(row)
             for keys in required:
                 if not any(key in row for key in keys):

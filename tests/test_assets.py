@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import string
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -169,11 +168,7 @@ def read_long(split):
 
 @pytest.fixture(scope="module")
 def long_script():
-    sys.path.insert(0, str(ASSETS))
-    try:
-        return runpy.run_path(str(ASSETS / "make_long_assets.py"))
-    finally:
-        sys.path.remove(str(ASSETS))
+    return runpy.run_module("experiments.make_long_assets")
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -247,9 +242,8 @@ def sums():
     return {split: read(f"sums-{split}") for split in ("train", "eval")}
 
 
-def test_sums_are_those_of_the_script(monkeypatch):
-    monkeypatch.syspath_prepend(ASSETS)
-    script = runpy.run_path(str(ASSETS / "make_sums.py"))
+def test_sums_are_those_of_the_script():
+    script = runpy.run_module("experiments.make_sums")
     for split, rows in script["make_problems"]().items():
         text = (ASSETS / f"sums-{split}.jsonl").read_text()
         assert text == script["to_jsonl"](rows)

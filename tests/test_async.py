@@ -5,8 +5,8 @@ import torch
 from test_train import HashGrader, metrics, run, same, weights
 
 import train
-from data import load_tokenizer, vocabulary_size
 from model import Transformer
+from problems import load_tokenizer, vocabulary_size
 
 FLAGS = "--algorithm grpo --is-mode tis --is-low 0.5 --is-high 2 --save-every 1 "
 FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slots 10").split()
@@ -14,8 +14,8 @@ FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slo
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 def untimed(rows):

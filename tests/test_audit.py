@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 
-import books
 from critic import (
     at_fractions,
     audit,
@@ -23,6 +22,7 @@ from critic import (
 )
 from data import Problem, Rollout, length_mask, to_batch
 from losses import gae, grpo_advantages, justrl2_advantages, terminal_reward
+from run import metrics
 
 GROUPS, SIZE, STEPS = 60, 8, 10
 
@@ -231,12 +231,12 @@ def one_group(length, **kwargs):
 def test_advantages_of_grpo_lie_evenly_and_those_of_ppo_at_the_end():
     inputs, mask = one_group(200)
     even, _ = grpo_advantages(**inputs)
-    assert books.position_share(even, mask, mask.sum(1)) == pytest.approx([0.1] * 10)
+    assert metrics.position_share(even, mask, mask.sum(1)) == pytest.approx([0.1] * 10)
     # V constant at 1/2: |A_t| = 0.95^(L-1-t) / 2, so the shares are a geometric series.
     late, _ = gae(inputs["token_rewards"], torch.full((2, 200), 0.5), mask, 0.95, 1.0)
     q = 0.95**20
     expected = [q ** (9 - i) * (1 - q) / (1 - q**10) for i in range(10)]
-    assert books.position_share(late, mask, mask.sum(1)) == pytest.approx(expected, rel=1e-4)
+    assert metrics.position_share(late, mask, mask.sum(1)) == pytest.approx(expected, rel=1e-4)
     assert expected[-1] > 0.6
 
 
@@ -247,14 +247,16 @@ def test_advantages_of_justrl2_lie_as_its_lambda_says():
     advantages, _ = justrl2_advantages(**inputs, gae_lambda_k=0.5)
     q = 0.5**0.1
     expected = [q ** (9 - i) * (1 - q) / (1 - q**10) for i in range(10)]
-    assert books.position_share(advantages, mask, mask.sum(1)) == pytest.approx(expected, rel=1e-4)
+    assert metrics.position_share(advantages, mask, mask.sum(1)) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_tenths_of_ragged_responses():
     mask = length_mask(torch.tensor([10, 20, 3]))
     x = torch.zeros(3, 20)
     x[0, 9], x[1, 18], x[2, 1], x[2, 5] = -1.0, 2.0, 1.0, 100.0
-    assert books.position_share(x, mask, mask.sum(1)) == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0.75]
+    assert metrics.position_share(x, mask, mask.sum(1)) == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0.75]
 
 
 # ---- the file
@@ -270,13 +272,13 @@ def test_the_audit_of_a_step_is_one_line_of_json(tmp_path):
     ]
     batch = to_batch(rollouts)
     values = torch.full((4, 4), 0.5)
-    numbers = books.write_audit(tmp_path, 7, batch, batch.response_mask, values, values - 0.4)
+    numbers = metrics.write_audit(tmp_path, 7, batch, batch.response_mask, values, values - 0.4)
     assert numbers["critic/end_auc"] == 0.5
     assert math.isnan(numbers["critic/start_corr"])
     assert numbers["policy/advantage_last_tenth"] == 0  # four tokens: tenths 0, 2, 5 and 7
     row = json.loads((tmp_path / "audit.jsonl").read_text())
     assert row["step"] == 7 and row["start"] == [[0.5, 0.5]] * 2 and row["pairs"] == 2
-    numbers = books.write_audit(tmp_path, 8, batch, batch.response_mask, None, values)
+    numbers = metrics.write_audit(tmp_path, 8, batch, batch.response_mask, None, values)
     assert list(numbers) == ["policy/advantage_last_tenth"]
     row = json.loads((tmp_path / "audit.jsonl").read_text().splitlines()[1])
     assert set(row) == {"step", "advantage_share"}
@@ -286,5 +288,5 @@ def test_a_tokens_tenth_is_that_of_the_whole_response_where_only_some_tokens_tra
     # Known fault: a response without a trained token divided by zero.
     mask = torch.zeros(2, 10, dtype=torch.bool)
     mask[0, 7:] = True
-    shares = books.position_share(torch.ones(2, 10), mask, torch.tensor([10, 10]))
+    shares = metrics.position_share(torch.ones(2, 10), mask, torch.tensor([10, 10]))
     assert shares == pytest.approx([0] * 7 + [1 / 3] * 3)

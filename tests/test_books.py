@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import books
-import jsonl
-from scores import is_repetitive
+import files
+from run import metrics
+from run.scores import is_repetitive
 
 VECTORS = json.loads((Path(__file__).parent / "data/justrl2_golden.json").read_text())
 VECTORS = {v["name"]: v for v in (VECTORS["vectors"] if isinstance(VECTORS, dict) else VECTORS)}
@@ -23,7 +23,7 @@ def groups(name):
 @pytest.mark.parametrize("name", ["metrics/group_signal", "metrics/group_signal_tiny_spread"])
 def test_group_signal_equals_the_golden_vectors(name):
     rewards, expected = groups(name)
-    signal = books.group_signal(rewards)
+    signal = metrics.group_signal(rewards)
     assert signal == {key: expected[key] for key in signal}
     assert 1 - signal["no_grad"] == expected["effective_ratio"]
     assert signal["solve_all"] * len(rewards) == expected["all_one_count"]
@@ -41,7 +41,7 @@ def test_repetition_equals_the_golden_vector():
 
 
 def test_sums_divide_once():
-    sums = books.Sums()
+    sums = metrics.Sums()
     sums.add({"x": (4.0, 2.0), "loss": (1.0, 0.0)})
     sums.add({"x": (1.0, 8.0), "loss": (2.0, 0.0), "y": (0.0, 0.0)})
     sums.add_optimizer_step(grad_norm=3.0)
@@ -51,7 +51,7 @@ def test_sums_divide_once():
 
 
 def test_a_nan_is_null_in_the_metrics_file(tmp_path):
-    jsonl.append(tmp_path / "m.jsonl", [{"step": 1, "a": math.nan, "b": 2.0}])
+    files.append_jsonl(tmp_path / "m.jsonl", [{"step": 1, "a": math.nan, "b": 2.0}])
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "a": None, "b": 2.0}
 
 
@@ -64,28 +64,28 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        jsonl.write(file, rows())
+        files.write_jsonl(file, rows())
     assert file.read_text() == '{"old": 1}\n'
-    jsonl.write(file, [{"new": 2}])  # nothing of the first attempt is in it
+    files.write_jsonl(file, [{"new": 2}])  # nothing of the first attempt is in it
     assert file.read_text() == '{"new": 2}\n'
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full, on Linux")
 def test_a_full_disk_says_of_which_file():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        jsonl.append(Path("/dev/full"), [{"a": 1}])
+        files.append_jsonl(Path("/dev/full"), [{"a": 1}])
 
 
 def test_an_evaluation_joins_the_row_of_its_step_or_begins_it(tmp_path):
     file = tmp_path / "m.jsonl"
-    books.amend(file, 0, {"a": 0.5})
-    jsonl.append(file, [{"step": 1, "b": 2.0}])
-    books.amend(file, 1, {"a": 0.25})
+    metrics.amend(file, 0, {"a": 0.5})
+    files.append_jsonl(file, [{"step": 1, "b": 2.0}])
+    metrics.amend(file, 1, {"a": 0.25})
     assert file.read_text() == '{"step": 0, "a": 0.5}\n{"step": 1, "b": 2.0, "a": 0.25}\n'
 
 
 def test_rows_after_the_resumed_step_are_forgotten(tmp_path):
     file = tmp_path / "m.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "cut o')
-    books.forget_after(file, 2)
+    metrics.forget_after(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -12,19 +12,20 @@ import pytest
 import torch
 from test_train import HashGrader, metrics, run, same, weights
 
-import books
-import checkpoint
 import train
-from data import DataOrder, load_problems, load_tokenizer
+from data import DataOrder
 from model import Transformer
+from problems import load_problems, load_tokenizer
+from run import checkpoint
+from run import metrics as run_metrics
 
 FLAGS = "--num-critic-only-steps 1 --save-every 1 --keep-checkpoints 0".split()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_cut(tmp_path):
     text = '{"step": 1}\n{"st\x00\x00\n{"step": 2}\n'
     file.write_text(text)
     with pytest.raises(ValueError, match="m.jsonl, line 2 is damaged"):
-        books.forget_after(file, 2)
+        run_metrics.forget_after(file, 2)
     assert file.read_text() == text
 
 

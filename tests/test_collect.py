@@ -10,11 +10,11 @@ from collections import Counter
 from concurrent.futures import Future
 
 import pytest
-from bench_tail import Ranks
 from test_rollout import LengthGrader, WordTokenizer, collect_config, tokens
 from transformers import LlamaConfig
 
 import rollout
+from benchmarks.tail import Ranks
 from data import DataOrder, Problem
 from model import Transformer
 from rollout import Collector, Group, Sampler, collect, has_signal, new_group

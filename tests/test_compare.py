@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import compare
-from compare import Job
+from experiments import compare
+from experiments.compare import Job
 
 
 def write_run(root, job, accuracies, steps=4, groups=10, length=50.0):
@@ -133,8 +133,8 @@ def test_a_run_that_fails_names_its_log(tmp_path, monkeypatch):
 
 
 def test_every_combination_of_flags_is_a_configuration(tmp_path, monkeypatch):
+    from algorithms import ALGORITHMS
     from config import parse
-    from losses import ALGORITHMS
 
     monkeypatch.setattr(compare, "best_rates", lambda root: dict.fromkeys(compare.TUNED, "6e-4"))
     for find, _ in compare.PARTS.values():

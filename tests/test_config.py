@@ -10,8 +10,8 @@ import pytest
 
 import curate
 import eval
+from algorithms import ALGORITHMS
 from config import CHOICES, Config, ConfigError, contains, parse
-from losses import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,10 +12,9 @@ import torch
 from conftest import ROOT
 
 import curate
-import overlap
-import sift
 from config import ConfigError
 from curate import CurateConfig, judge_label
+from curation import dedup, rules
 from verify import Verifier, label_kind
 
 CPU = torch.device("cpu")
@@ -89,7 +88,7 @@ LONG_ANSWER = "the function is increasing on the whole line and bounded"
 )
 def test_each_reason_has_its_problems_and_spares_their_lookalikes(prompt, label, reason):
     kind, value = label_kind(label)
-    found = sift.examine(prompt, label, kind, value and value[0])
+    found = rules.examine(prompt, label, kind, value and value[0])
     assert (found and found.reason) == reason
 
 
@@ -142,7 +141,7 @@ def test_of_equally_near_texts_the_earliest_comes_first_whatever_the_hash_seed()
     for block in range(12):
         words = [f"w{block}x{k}" for k in range(24)]
         texts += [words[:12], words[12:], words]
-    found = list(overlap.near(texts, 5, 0.6, 20))
+    found = list(dedup.near(texts, 5, 0.6, 20))
     assert found[2::3] == [[i, i + 1] for i in range(0, 36, 3)]
 
 
@@ -212,7 +211,7 @@ def test_overlap_equals_brute_force(seed):
                 words[rng.randrange(len(words))] = rng.choice("abcdefgh12+")
         texts.append(words)
     for n, threshold, common in ((2, 0.6, 6), (3, 0.5, 80), (5, 0.8, 3)):
-        found = overlap.near(texts, n, threshold, common)
+        found = dedup.near(texts, n, threshold, common)
         pairs = {(i, j) for i, near in enumerate(found) for j in near}
         assert pairs == brute_force(texts, n, threshold, common)
         assert pairs
@@ -222,11 +221,11 @@ def test_overlap_is_near_linear_in_rows_that_share_a_template():
     def seconds(rows):
         rng = random.Random(0)
         texts = [
-            overlap.tokens(other_numbers(AREA, rng.randrange(10**6), rng.randrange(10**6)))
+            dedup.tokens(other_numbers(AREA, rng.randrange(10**6), rng.randrange(10**6)))
             for _ in range(rows)
         ]
         start = time.process_time()
-        assert not any(overlap.near(texts, 5, 0.6, 20))
+        assert not any(dedup.near(texts, 5, 0.6, 20))
         return time.process_time() - start
 
     seconds(100)
@@ -289,7 +288,7 @@ def test_models_see_the_suffix_and_the_output_does_not(tmp_path):
     rows = [{"prompt": "What is 2+3?", "label": "5"}]
     settings = config(tmp_path, rows, prompt_suffix="Box it.", **NO_SAMPLING)
     tokenizer = curate.load_tokenizer(settings.model)
-    (row,) = sift.load_rows(settings.data, "", "")
+    (row,) = rules.load_rows(settings.data, "", "")
     seen = curate.make_problem(0, row, tokenizer, settings.prompt_suffix).prompt
     assert "What is 2+3?\nBox it." in seen
     curate.curate(settings, CPU)
@@ -480,4 +479,4 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(flags, words, tmp_p
 def test_every_reason_is_described():
     sources = "".join((ROOT / name).read_text() for name in ("curate.py", "sift.py"))
     used = set(re.findall(r'Drop\("(\w+)"', sources))
-    assert used | {"hard_surplus"} == set(sift.REASONS) and sift.Drop("x").detail == ""
+    assert used | {"hard_surplus"} == set(rules.REASONS) and rules.Drop("x").detail == ""

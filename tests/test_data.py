@@ -10,20 +10,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from config import ROOT, read_recipe
-from data import (
-    DataOrder,
-    Problem,
-    Rollout,
-    length_mask,
+from data import DataOrder, Problem, Rollout, length_mask, pack, partition, to_batch
+from problems import (
     load_problems,
     load_tokenizer,
-    pack,
-    partition,
     read_rows,
     render_prompt,
     stop_ids,
     think_mode,
-    to_batch,
 )
 from verify import verify
 

@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
+import algorithms
 import diagnose
-import explain
 import losses
 from critic import Critic
-from data import load_tokenizer
+from problems import load_tokenizer
+from reports import explain
 
 
 def numbers(table):
@@ -65,7 +66,7 @@ def test_every_objective_has_weight_one_at_ratio_one():
 
 
 def test_no_objective_is_missing_from_the_weights():
-    shown = {losses.ALGORITHMS[name].objective for name, _ in explain.WEIGHED.values()}
+    shown = {algorithms.ALGORITHMS[name].objective for name, _ in explain.WEIGHED.values()}
     assert shown == set(losses.OBJECTIVES)
     assert set(weights_by_label(explain.weight_table())) == set(explain.WEIGHED)
 
@@ -98,7 +99,7 @@ def test_the_weight_beside_ratio_one_is_the_papers(label):
 
 
 def test_the_weights_follow_the_objective_and_not_a_stored_table(monkeypatch):
-    monkeypatch.setitem(losses.OBJECTIVES, "clip", losses.reinforce)
+    monkeypatch.setitem(losses.OBJECTIVES, "clip", algorithms.reinforce)
     assert explain.gradient_weights("clip", 1.0) == pytest.approx([1] * len(explain.RATIOS))
 
 

@@ -105,8 +105,8 @@ def test_a_run_of_two_ranks_resumes_on_one(folders):
 
 def bf16_step(rank, folder, ranks):
     """One forward and backward of the same sequence on every rank, in bf16; keeps what came out."""
-    import start
     from config import Config
+    from run import setup
 
     os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
@@ -118,7 +118,7 @@ def bf16_step(rank, folder, ranks):
             if "norm" in name:  # weights that bfloat16 cannot hold
                 p += torch.linspace(0, 0.01, len(p))
     config = Config(dtype="bfloat16", activation_checkpointing=True)
-    policy = start.prepare(policy, device, config)
+    policy = setup.prepare(policy, device, config)
     ids = torch.arange(40) % 60
     index, targets = torch.arange(39), ids[1:]
     logprobs, _ = policy(ids, torch.tensor([0, 40], dtype=torch.int32), index, targets)

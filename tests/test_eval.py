@@ -15,11 +15,12 @@ import train
 import verify
 from config import parse_options
 from critic import Critic
-from data import Problem, Rollout, load_problems, load_tokenizer, pack
+from data import Problem, Rollout, pack
 from eval import CLOSING, Options, final_values, main, score_problem
+from files import part_of
 from model import Transformer
-from rundir import part_of
-from scores import compare, resamples
+from problems import load_problems, load_tokenizer
+from run.scores import compare, resamples
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets/tiny-base"
@@ -99,7 +100,7 @@ def test_the_settings_and_the_verifiers_version_are_in_the_report_and_above_the_
 
 
 def test_accuracy_equals_the_one_that_training_logs(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
     file, budget = write(tmp_path / "a.jsonl", PROBLEMS[:9]), ["--max-response-tokens", "64"]
     flags = "--algorithm grpo --steps 1 --no-dynamic-sampling --prompts-per-step 2 --group-size 2"
     flags += f" --eval-samples 3 --eval-data {file} --output-dir {tmp_path / 'run'}"

@@ -14,16 +14,16 @@ import pytest
 import torch
 from test_train import ROOT, SMALL, HashGrader, metrics, run, same, weights
 
-import books
 import train
+from run import metrics as run_metrics
 
 LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 # ---- signals
@@ -490,7 +490,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
     found = HEALTHY | change
     empty = 0 if found["rollout/groups_kept"] else 1
     state = SimpleNamespace(step=9, empty_steps=empty, start_entropy=0.4)
-    raised = books.alarms(state, train.Config(group_size=8), found, [])
+    raised = run_metrics.alarms(state, train.Config(group_size=8), found, [])
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("WARNING step 9: ") and all(word in line for word in words)
     assert [key for key, value in raised.items() if value] == [f"alarm/{name}"]
@@ -507,7 +507,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
 )
 def test_the_mismatch_alarm_blames_old_weights_where_a_run_has_them(options, named):
     """Precision alone was blamed, and that is rarely the cause under either option."""
-    sentence = books.mismatch_alarm(0.2, train.Config(**options))
+    sentence = run_metrics.mismatch_alarm(0.2, train.Config(**options))
     flags = {"--async-steps", "--partial-rollout"}
     assert {flag for flag in flags if flag in sentence} == set(named)
     assert ("Older weights" in sentence) == bool(named) and "--dtype float32" in sentence
@@ -548,6 +548,6 @@ def test_empty_steps_are_counted_over_a_resume(random_tiny_model, tmp_path, monk
 
 @pytest.mark.slow
 def test_three_kills_leave_no_trace():
-    command = [sys.executable, "tests/kill9.py", "--kills", "3", "--seed", "1"]
+    command = [sys.executable, "-m", "experiments.kill9", "--kills", "3", "--seed", "1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and "3 kills in" in result.stdout, result.stderr

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 
-import kvcache
-from kvcache import KVCache, paged_kernel
 from model import Transformer, packed_attention
+from sampler import kvcache
+from sampler.kvcache import KVCache, paged_kernel
 
 V, HEADS, KV_HEADS, SIZE, PAGE = 48, 6, 2, 8, 4
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from config import ROOT
-
-sys.path.insert(0, str(ROOT / "assets"))
-import long_oracle
-from make_long_assets import RESULTS
+from experiments import long_oracle
+from experiments.make_long_assets import RESULTS
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,8 @@ def test_a_run_with_the_oracle_has_a_critic_that_knows(tmp_path):
     flags = f"""--model {ROOT}/assets/tiny-long-base --data {ROOT}/assets/long-train.jsonl --steps 1
         --num-critic-only-steps 0 --prompts-per-step 24 --max-refills 0 --eval-data= --save-every 0
         --no-dynamic-sampling --log-samples 0 --output-dir {tmp_path}"""
-    command = [sys.executable, str(ROOT / "assets/long_oracle.py"), *flags.split()]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "experiments.long_oracle", *flags.split()]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert row["critic/start_auc"] == 0.5 and row["critic/end_auc"] > 0.95

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import algorithms
 import losses
 from config import Config
 
@@ -74,7 +75,7 @@ def policy_inputs(lengths, seed=0, dtype=torch.float32):
         ref_logprobs=old + drift(seed + 3),
         entropy=rand(*mask.shape, seed=seed + 4, dtype=dtype).abs(),
         weights=losses.importance_weights(old, old + 3 * drift(seed + 5), mask)[0],
-        cov_mask=losses.covariance_mask(old, drift(seed + 6), mask, 0.2),
+        cov_mask=algorithms.covariance_mask(old, drift(seed + 6), mask, 0.2),
     )
 
 
@@ -121,14 +122,14 @@ def test_masked_tokens_change_no_bit_of_anything_else(garbage):
     def everything(wash):
         x, y, z = wash(a), wash(b), wash(c)
         kw = dict(token_rewards=x, raw_token_rewards=y, values=z, mask=mask, group_ids=ids)
-        for row in losses.ALGORITHMS.values():
+        for row in algorithms.ALGORITHMS.values():
             group = ids if row.defaults.get("group_size") != 1 else torch.arange(4)
             yield from row.advantage(**(kw | dict(group_ids=group)), **row.defaults)
-        yield losses.distillation_advantages(old_logprobs=x, teacher_logprobs=y, mask=mask)[0]
+        yield algorithms.distillation_advantages(old_logprobs=x, teacher_logprobs=y, mask=mask)[0]
         yield losses.inject_terminal(losses.keep(x, mask), amounts, mask, lam)
         yield losses.whiten(x, mask)
         yield losses.whiten(x, mask, shift_mean=False)
-        yield losses.covariance_mask(x, y, mask, 0.3)
+        yield algorithms.covariance_mask(x, y, mask, 0.3)
         for mode in ("none", "tis", "icepop"):
             weights, metrics = losses.importance_weights(x, y, mask, mode)
             yield from (weights, *(number for pair in metrics.values() for number in pair))
@@ -222,9 +223,11 @@ def test_rows_may_be_reordered_and_split_at_will(order, size, setting, mode):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.permutations(range(6)), st.integers(0, 40), st.sampled_from(sorted(losses.ALGORITHMS)))
+@given(
+    st.permutations(range(6)), st.integers(0, 40), st.sampled_from(sorted(algorithms.ALGORITHMS))
+)
 def test_advantages_do_not_depend_on_row_order_or_padding(order, padding, name):
-    row, lengths = losses.ALGORITHMS[name], [4, 9, 1, 6, 3, 8]
+    row, lengths = algorithms.ALGORITHMS[name], [4, 9, 1, 6, 3, 8]
     alone = row.defaults.get("group_size") == 1
     ids = torch.arange(6) if alone else torch.tensor([5, 1, 5, 1, 1, 5])
 
@@ -445,27 +448,27 @@ def test_the_length_reward_is_for_groups_with_two_distinct_correct_lengths():
     correct = torch.tensor([True, True, False, False, True, True, True, False])
     ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     kw = dict(weight=0.2, min_longest=0)
-    bonus = losses.length_reward(correct, lengths, ids, **kw, min_spread=0)
+    bonus = algorithms.length_reward(correct, lengths, ids, **kw, min_spread=0)
     expected = torch.tensor([0.1, -0.1, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
     torch.testing.assert_close(bonus, expected)
-    assert not losses.length_reward(correct, lengths, ids, **kw, min_spread=201).any()
-    assert not losses.length_reward(correct, lengths, ids, min_spread=0, min_longest=301).any()
+    assert not algorithms.length_reward(correct, lengths, ids, **kw, min_spread=201).any()
+    assert not algorithms.length_reward(correct, lengths, ids, min_spread=0, min_longest=301).any()
 
 
 def test_covariance_mask_is_global_and_never_marks_a_constant_advantage():
     mask = mask_of([10, 30, 20])
     old, advantages = rand(3, 30, seed=1), rand(3, 30, seed=2)
-    chosen = losses.covariance_mask(old, advantages, mask, 0.1)
+    chosen = algorithms.covariance_mask(old, advantages, mask, 0.1)
     x, y = old[mask].double(), advantages[mask].double()
     covariance = (x - x.mean()) * (y - y.mean())
     expected = torch.zeros(60, dtype=torch.bool)
     expected[covariance.argsort(descending=True)[:6]] = True
     assert torch.equal(chosen[mask], expected) and not chosen[~mask].any()
     order = [2, 0, 1]
-    moved = losses.covariance_mask(old[order], advantages[order], mask[order], 0.1)
+    moved = algorithms.covariance_mask(old[order], advantages[order], mask[order], 0.1)
     assert torch.equal(moved, chosen[order])
-    assert not losses.covariance_mask(old, torch.ones_like(old), mask, 0.1).any()
-    assert not losses.covariance_mask(old, advantages, mask, 0.0).any()
+    assert not algorithms.covariance_mask(old, torch.ones_like(old), mask, 0.1).any()
+    assert not algorithms.covariance_mask(old, advantages, mask, 0.0).any()
 
 
 def test_overlong_injection_is_the_penalty_as_terminal_reward_under_its_own_lambda():
@@ -516,7 +519,7 @@ def test_bad_input_is_met_with_one_sentence():
     counts = torch.tensor([3, 3])
     for words, call in {
         "at least two responses": lambda: losses.grpo_advantages(**alone),
-        "raise group_size": lambda: losses.rloo_advantages(**alone),
+        "raise group_size": lambda: algorithms.rloo_advantages(**alone),
         "gae_lambda_k must be in": lambda: losses.length_adaptive_lambda(counts, 0.0),
         "gae_lambda_alpha must be positive": lambda: losses.vapo_lambda(counts, 0.0),
         "choose token-mean": lambda: losses.aggregation_weights("mean", counts),
@@ -532,7 +535,7 @@ def test_bad_input_is_met_with_one_sentence():
 
 def test_every_row_names_parts_that_exist():
     fields = {f.name for f in dataclasses.fields(Config)}
-    for name, row in losses.ALGORITHMS.items():
+    for name, row in algorithms.ALGORITHMS.items():
         assert row.objective in losses.OBJECTIVES, name
         assert row.defaults["aggregation"] in MODES, name
         assert row.about and "\n" not in row.about, name

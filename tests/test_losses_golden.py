@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import algorithms
 import kernels
 import losses
 import rollout
@@ -253,7 +254,7 @@ def test_length_reward_and_mean_only_advantage(name):
         lengths, x["max_response_len"], x["buffer_len"], x["factor"]
     )
     if "length_weight" in x:
-        shaped += losses.length_reward(
+        shaped += algorithms.length_reward(
             rewards == 1,
             lengths,
             ids,
@@ -314,7 +315,7 @@ def test_reward_to_go_with_kl_in_the_reward():
     x, want, tolerance = load("group_adv/reinforce_pp_returns")
     mask = pad(x["loss_masks"], fill=0).bool()
     rewards = losses.terminal_reward(torch.tensor(x["rewards"]), mask) - x["kl_coef"] * pad(x["kl"])
-    a, _ = losses.reward_to_go_advantages(token_rewards=rewards, mask=mask, gamma=x["gamma"])
+    a, _ = algorithms.reward_to_go_advantages(token_rewards=rewards, mask=mask, gamma=x["gamma"])
     close(a, pad(want["returns"], fill=0), tolerance)
 
 
@@ -324,7 +325,7 @@ def test_on_policy_distillation_advantage():
         torch.tensor([x["student_log_probs"]]),
         torch.tensor([x["teacher_log_probs"]]),
     )
-    a, _ = losses.distillation_advantages(
+    a, _ = algorithms.distillation_advantages(
         old_logprobs=student,
         teacher_logprobs=teacher,
         mask=torch.ones_like(student, dtype=torch.bool),
@@ -335,8 +336,8 @@ def test_on_policy_distillation_advantage():
 def test_distillation_by_the_teachers_top_k():
     x, want, tolerance = load("meshy/opd_forward_kl_topk")
     student, teacher = torch.tensor(x["student_logits"]), torch.tensor(x["teacher_logits"])
-    close(losses.topk_forward_kl(student, teacher, x["k"]), want["kl"], tolerance)
-    clamped = losses.topk_forward_kl(student, teacher, x["k"], min_logprob=-2.0, max_kl=0.2)
+    close(algorithms.topk_forward_kl(student, teacher, x["k"]), want["kl"], tolerance)
+    clamped = algorithms.topk_forward_kl(student, teacher, x["k"], min_logprob=-2.0, max_kl=0.2)
     close(clamped, want["kl_clamped"], tolerance)
 
 
@@ -702,7 +703,7 @@ def test_whole_actor_step(name):
         torch.tensor(lengths), x["max_response_len"], x["buffer_len"], x["factor"]
     )
     close(raw + penalty, want["actor_rewards"], tolerance)
-    row = losses.ALGORITHMS["justrl2"]
+    row = algorithms.ALGORITHMS["justrl2"]
     assert (row.defaults["clip_low"], row.defaults["clip_high"]) == (
         x["eps_clip"],
         x["eps_clip_high"],

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import algorithms
 import losses
 
 F64 = torch.float64
@@ -131,7 +132,7 @@ def test_group_baselines_and_their_relations(group):
     size, rewards = group
     case = group_case(size, rewards)
     mean_only = losses.grpo_advantages(**case, std_normalize=False)[0][:, 0]
-    rloo = losses.rloo_advantages(**case)[0][:, 0]
+    rloo = algorithms.rloo_advantages(**case)[0][:, 0]
     torch.testing.assert_close(rloo, size / (size - 1) * mean_only, rtol=1e-9, atol=1e-12)
     for ddof in (0, 1):
         normalised = losses.grpo_advantages(**case, std_ddof=ddof)[0][:, 0]
@@ -179,7 +180,7 @@ def test_a_group_of_equal_rewards_gives_no_advantage(reward):
         mask=torch.ones(8, 1).bool(),
         group_ids=torch.zeros(8),
     )
-    for advantage in (losses.grpo_advantages, losses.rloo_advantages):
+    for advantage in (losses.grpo_advantages, algorithms.rloo_advantages):
         assert float(advantage(**kw)[0].abs().max()) < 1e-8
 
 
@@ -220,7 +221,7 @@ def test_critic_targets_see_no_penalty_and_only_ppo_bootstraps():
     outcome = losses.keep(raw[:, None], mask)
     for advantage, lambdas, bootstraps in (
         (losses.ppo_advantages, [0.95] * 3, True),
-        (losses.vapo_advantages, (1 - 1 / (0.3 * n)).clamp(min=0).tolist(), False),
+        (algorithms.vapo_advantages, (1 - 1 / (0.3 * n)).clamp(min=0).tolist(), False),
         (losses.justrl2_advantages, (0.5 ** (1 / n)).tolist(), False),
     ):
         a, target = advantage(**kw, gae_lambda=0.95, gae_lambda_alpha=0.3, gae_lambda_k=0.5)
@@ -492,7 +493,7 @@ def test_covariance_control_keeps_entropy_up():
     advantages = old + 0.3 * rand(1, 512, seed=12)  # likely tokens do well: entropy falls
     advantages = advantages - advantages.mean()
     mask = torch.ones_like(old, dtype=torch.bool)
-    chosen = losses.covariance_mask(old, advantages, mask, 0.2)
+    chosen = algorithms.covariance_mask(old, advantages, mask, 0.2)
     assert int(chosen.sum()) >= math.ceil(0.2 * 512)
 
     def entropy_after_a_step(**setting):
@@ -510,7 +511,7 @@ def test_covariance_control_keeps_entropy_up():
 def test_clip_cov_silences_exactly_the_chosen_tokens():
     new, old, advantages, mask = policy_case()
     new.requires_grad_()
-    chosen = losses.covariance_mask(old, rand(*mask.shape, seed=3), mask, 0.3)
+    chosen = algorithms.covariance_mask(old, rand(*mask.shape, seed=3), mask, 0.3)
     free, _ = losses.policy_loss(new, old, advantages, mask)
     held, _ = losses.policy_loss(
         new, old, advantages, mask, entropy_control="clip_cov", cov_mask=chosen
@@ -560,9 +561,9 @@ def tabular_step(logits, row, rng, optimizer, updates=3):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", losses.ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
 def test_every_row_learns_a_table(name):
-    row, rng = losses.ALGORITHMS[name], torch.Generator().manual_seed(0)
+    row, rng = algorithms.ALGORITHMS[name], torch.Generator().manual_seed(0)
     logits = torch.zeros(4, 4, 3, dtype=F64, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.05)
     for _ in range(25):

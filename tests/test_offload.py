@@ -8,8 +8,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import distributed
 import train
-from losses import ALGORITHMS
-from optimizer import leave
+from algorithms import ALGORITHMS
+from run.optimizer import leave
 
 FLAGS = "--prompts-per-step=3 --group-size=4 --max-response-tokens=16 --steps=3 --eval-data= "
 FLAGS += "--num-critic-only-steps=1 --critic-lr-warmup-steps=0"
@@ -21,16 +21,16 @@ def start(model, folder, offload):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 @pytest.fixture(scope="module")
 def plain(random_tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "r"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("start.Verifier", HashGrader)
-        patch.setattr(train.books, "draw_figures", lambda folder: None)
+        patch.setattr("run.setup.Verifier", HashGrader)
+        patch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
         train.main(start(random_tiny_model, folder, "none"))
     return folder
 
@@ -63,9 +63,9 @@ def test_nothing_is_used_while_it_is_away(offload, random_tiny_model, plain, tmp
     def here(thing, *_):
         assert id(thing) not in away, type(thing).__name__
 
-    monkeypatch.setattr("optimizer.HOST", host)
+    monkeypatch.setattr("run.optimizer.HOST", host)
     monkeypatch.setattr(torch.nn.Module, "to", to)
-    monkeypatch.setattr("optimizer.move_moments", note)
+    monkeypatch.setattr("run.optimizer.move_moments", note)
     monkeypatch.setattr(distributed, "optimizer_state", optimizer_state)
     hooks = register_module_forward_pre_hook(here), register_optimizer_step_pre_hook(here)
     try:
@@ -87,7 +87,7 @@ def test_leaving_takes_every_weight_and_moment_along(random_tiny_model, tmp_path
     run, state = train.set_up(config, torch.device("cpu"))
     train.train_step(run, state)
     train.train_step(run, state)
-    monkeypatch.setattr("optimizer.HOST", torch.device("meta"))
+    monkeypatch.setattr("run.optimizer.HOST", torch.device("meta"))
     config.offload = "idle"
     for model, optimizers in state.trained:
         leave(model, optimizers, config)

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+import algorithms
 import losses
 
 # Six responses to two prompts, three each; C is the length that a sum over tokens is divided by.
@@ -151,10 +152,10 @@ def paper_loss(name, new, old, rollout, values):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", losses.ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
 def test_every_row_is_what_its_paper_says(name, seed):
     """The loss of a whole batch and the value targets, against the papers' equations in loops."""
-    row, mask = losses.ALGORITHMS[name], torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+    row, mask = algorithms.ALGORITHMS[name], torch.arange(5) < torch.tensor(LENGTHS)[:, None]
     generator = torch.Generator().manual_seed(seed)
     noise = lambda std: std * torch.randn(6, 5, generator=generator, dtype=torch.float64)
     new, values = -1 + noise(0.3), 0.5 + noise(0.3)
@@ -185,7 +186,7 @@ def test_every_row_is_what_its_paper_says(name, seed):
 
 
 def test_what_the_loss_of_a_batch_cannot_show_of_a_row():
-    gspo, token, sao = (losses.ALGORITHMS[n].defaults for n in ("gspo", "gspo_token", "sao"))
+    gspo, token, sao = (algorithms.ALGORITHMS[n].defaults for n in ("gspo", "gspo_token", "sao"))
     # Equal in value, and in gradient too where all tokens have one advantage.
     assert (gspo["ratio_level"], token["ratio_level"]) == ("sequence", "sequence-token")
     assert (sao["group_size"], sao["dynamic_sampling"]) == (1, False)

@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 import distributed
-import plan
 import rollout
-import start
 import train
+from algorithms import ALGORITHMS
 from config import parse
 from critic import Critic
-from losses import ALGORITHMS
 from model import Layer, Transformer
-from optimizer import make_optimizers
+from run import plan, setup
+from run.optimizer import make_optimizers
+from sampler import engine
 
 ROOT = Path(__file__).parent.parent
 GB = 1e9
@@ -304,7 +304,7 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
         return rollout.Collected(groups, [], groups, Counter(finished=2))
 
     monkeypatch.setattr(rollout, "collect", collect)
-    for module in (rollout, start):  # the tokenizer is smaller than the model
+    for module in (engine, setup):  # the tokenizer is smaller than the model
         monkeypatch.setattr(module, "vocabulary_size", lambda tokenizer: 10**9)
     live = LiveBytes()
     with live:
@@ -344,7 +344,7 @@ def test_a_cache_without_a_bound_leaves_room_for_the_update_beside_it(monkeypatc
     assert cache == pytest.approx(0.8 * (32 * GB - whole.total(whole.peak) + cache))
     # The sampler on a GPU gets that bound, any other its own.
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 32 * GB)
-    bound = lambda config, kind: start.cache_bound(QWEN2_5_0_5B, config, torch.device(kind))
+    bound = lambda config, kind: setup.cache_bound(QWEN2_5_0_5B, config, torch.device(kind))
     assert bound(config, "cuda") == pytest.approx(cache / (24 * 2 * 2 * 64 * 2), abs=1)
     assert bound(config, "cpu") == bound(replace(config, async_steps=0), "cuda") == 0
     assert bound(replace(config, kv_cache_tokens=9999), "cuda") == 9999
@@ -413,7 +413,7 @@ def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
     begin = lambda name, *more: train.main(
         [*flags.split(), *more, "--output-dir", str(tmp_path / name)]
     )
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
     begin("fits")
     assert "by plan" not in capsys.readouterr().err
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)

@@ -13,12 +13,12 @@ from pretended_gpu import CPU, GPU, down, pretended_gpu, up
 from test_kvcache import flash_attn_stand_in
 from torch.utils._pytree import tree_map
 
+import algorithms
 import eval as evaluation
-import kvcache
-import losses
 import model as model_file
 import train
 from config import ROOT, parse
+from sampler import kvcache
 
 FEW = """--device cuda --eval-data= --steps 2 --num-critic-only-steps 0 --prompts-per-step 2
     --group-size 2 --no-dynamic-sampling --max-response-tokens 16 --save-every 0"""
@@ -74,7 +74,7 @@ def few_steps(folder, flags):
 )
 def test_training_keeps_to_one_device(flags, kernels, monkeypatch, tmp_path):
     with pretended_gpu(monkeypatch) as gpu:
-        train.train(parse(few_steps(tmp_path, flags)).resolved(losses.ALGORITHMS), gpu)
+        train.train(parse(few_steps(tmp_path, flags)).resolved(algorithms.ALGORITHMS), gpu)
 
 
 def test_resume_and_evaluation_keep_to_one_device(kernels, monkeypatch, tmp_path):
@@ -83,7 +83,7 @@ def test_resume_and_evaluation_keep_to_one_device(kernels, monkeypatch, tmp_path
     with pretended_gpu(monkeypatch) as gpu:
         for steps in ("--steps 1", "--steps 2 --resume"):
             flags = f"--dtype bfloat16 --log-samples -1 {steps}"
-            train.train(parse(few_steps(run, flags)).resolved(losses.ALGORITHMS), gpu)
+            train.train(parse(few_steps(run, flags)).resolved(algorithms.ALGORITHMS), gpu)
         checkpoint = run / "checkpoints/step_000002"
         argv = f"""--model {checkpoint}/policy --data {data} --n 2 --max-response-tokens 12
             --device cuda --top-p 0.9 --critic {checkpoint}/critic --force-budget

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data import load_problems, load_tokenizer, pack, stop_ids
+from data import pack
 from forward import forward_policy
 from model import Transformer
+from problems import load_problems, load_tokenizer, stop_ids
 from rollout import Sampler
 
 ROOT = Path(__file__).parent.parent

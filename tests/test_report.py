@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 import diagnose
-import embeddedtask
-import report
-import rundir
+import files
 from assets import make_assets
+from reports import embedded_task, html
 
 VOID = {"meta", "img", "input", "br", "link"}
 NASTY = '</i></pre><script>alert("x")</script>&amp;'
@@ -74,7 +73,7 @@ def write_run(folder, rows, model=make_assets.HERE / "tiny-base", **config):
 
 
 def page_of(run, figures=()):
-    return Page(report.write(run, figures).read_text(encoding="utf-8"))
+    return Page(html.write(run, figures).read_text(encoding="utf-8"))
 
 
 def coloured(page):
@@ -121,14 +120,14 @@ def test_two_right_and_two_wrong_of_three_steps_are_shown(tmp_path, tokenizer):
         for sample in range(8)
     ]
     rows += [row(tokenizer, 9, 0) | {"advantages": None}]  # not kept, so without advantages
-    groups = report.chosen_groups(write_run(tmp_path / "r", rows))
+    groups = html.chosen_groups(write_run(tmp_path / "r", rows))
     assert [group[0]["step"] for group in groups] == [1, 4, 7]
     assert all([r["sample_index"] for r in group] == [0, 1, 2, 3] for group in groups)
 
 
 def test_the_middle_of_a_long_response_is_left_out(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(report, "HEAD", 3)
-    monkeypatch.setattr(report, "TAIL", 2)
+    monkeypatch.setattr(html, "HEAD", 3)
+    monkeypatch.setattr(html, "TAIL", 2)
     run = write_run(tmp_path / "r", [row(tokenizer)])
     page, count = page_of(run), len(row(tokenizer)["response_ids"])
     assert len(coloured(page)) == 5
@@ -168,8 +167,8 @@ def test_the_right_response_is_the_one_of_the_script():
         chain = [(op[0], op[2], int(op[3])) for op in operations]
         prompt = make_assets.chat_prompt(tokenizer, problem["prompt"])
         expected = make_assets.write_response(int(start), chain)
-        assert embeddedtask.right_response(prompt) == expected
-    assert embeddedtask.right_response("What is 3 + 4?") is None
+        assert embedded_task.right_response(prompt) == expected
+    assert embedded_task.right_response("What is 3 + 4?") is None
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_the_right_response_is_the_one_of_the_script():
 )
 def test_the_first_wrong_token_by_hand(tokenizer, response, stop, index):
     ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    found = embeddedtask.first_wrong_token(
+    found = embedded_task.first_wrong_token(
         dict(
             prompt=make_assets.chat_prompt(tokenizer, "3 a:+4 b:-9"),
             response=response,
@@ -198,7 +197,7 @@ def test_the_first_wrong_token_by_hand(tokenizer, response, stop, index):
 
 def test_v_falls_where_the_critic_sees_the_slip(tmp_path, tokenizer):
     wrong, right = row(tokenizer, 3, 0), row(tokenizer, 3, 1, reward=1.0)
-    at = embeddedtask.first_wrong_token(wrong)
+    at = embedded_task.first_wrong_token(wrong)
     wrong["values"] = [0.6] * (at + 1) + [0.1] * (len(wrong["values"]) - at - 1)
     right["values"] = [0.6] * len(right["values"])
     fall = diagnose.fall_of_v(write_run(tmp_path / "r", [wrong, right]))
@@ -235,15 +234,15 @@ class Bytes:
 
 @pytest.mark.parametrize("text", ["a b  c", "ein Bär für 3 €", "\U0001f600\U0001f600!", ""])
 def test_token_texts_join_to_the_text(text):
-    texts = rundir.token_texts(Bytes(), list(text.encode()))
+    texts = files.token_texts(Bytes(), list(text.encode()))
     assert "".join(texts) == text and len(texts) == len(text.encode())
     assert "\ufffd" not in "".join(texts)
 
 
 def test_a_broken_character_at_the_end_is_shown_as_one():
-    assert rundir.token_texts(Bytes(), list("a€".encode())[:-1]) == ["a", "", "\ufffd"]
+    assert files.token_texts(Bytes(), list("a€".encode())[:-1]) == ["a", "", "\ufffd"]
 
 
 def test_token_texts_of_the_embedded_tokenizer(tokenizer):
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert rundir.token_texts(tokenizer, ids) == embeddedtask.PIECES.findall(TEXT)
+    assert files.token_texts(tokenizer, ids) == embedded_task.PIECES.findall(TEXT)

@@ -17,14 +17,15 @@ from test_train import HashGrader, metrics, same, weights
 from test_train import run as train_run
 from test_verify_pool import gone_within
 
-import books
 import rewards
 import rollout
 import train
+from algorithms import ALGORITHMS
 from config import Config, ConfigError, reward_weights
-from data import Problem, Rollout, load_problems, load_tokenizer, to_batch
-from draw import response_key
-from losses import ALGORITHMS
+from data import Problem, Rollout, to_batch
+from problems import load_problems, load_tokenizer
+from run import metrics as run_metrics
+from sampler.sampling import response_key
 from verify import Verdict
 
 code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no sandbox here")
@@ -32,7 +33,7 @@ code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -701,7 +702,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
     """Opposite verdicts, the same training: neither the filter nor the reward leaks correctness."""
     flags = "--steps 2 --algorithm grpo --lr 1e-2 --reward random".split()
     for name, grader in (("a", HashGrader), ("b", Inverted)):
-        monkeypatch.setattr("start.Verifier", grader)
+        monkeypatch.setattr("run.setup.Verifier", grader)
         rows = train_run(tmp_path / name, *flags, model=random_tiny_model)
         assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
     assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
@@ -710,7 +711,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
 
 
 def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
     flags = "--algorithm grpo --reward random --steps".split()
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
@@ -731,7 +732,7 @@ def test_evaluation_is_on_true_correctness(random_tiny_model, tmp_path, monkeypa
             future.set_result(Verdict(True, "ok", None))
             return future
 
-    monkeypatch.setattr("start.Verifier", Always)
+    monkeypatch.setattr("run.setup.Verifier", Always)
     evaluated = tmp_path / "eval.jsonl"
     evaluated.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
     flags = ["--steps", 1, "--algorithm", "grpo", "--reward", "random", "--eval-data", evaluated]
@@ -748,7 +749,7 @@ def test_majority_needs_answers(random_tiny_model, tmp_path):
 
 
 def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("start.Verifier", Direct)
+    monkeypatch.setattr("run.setup.Verifier", Direct)
     flags = "--steps 1 --algorithm grpo --max-response-tokens 128 --no-dynamic-sampling".split()
     (row,) = train_run(tmp_path / "a", *flags, "--reward", "majority").values()
     assert row["rollout/reward_mean"] > row["rollout/correct_mean"] > 0
@@ -765,7 +766,7 @@ def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
 def test_a_rising_share_of_undecided_verdicts_is_said_with_its_number():
     def alarm(share, responses, earlier):
         metrics = {"rollout/undecided_share": share, "rollout/groups_finished": responses / 8}
-        return books.verifier_alarm(metrics, 8, earlier)
+        return run_metrics.verifier_alarm(metrics, 8, earlier)
 
     assert not alarm(0.0, 480, []) and not alarm(0.1, 480, [0.1] * 20)
     assert "25.0%" in alarm(0.25, 480, [0.25] * 20)
@@ -783,11 +784,11 @@ def test_the_share_is_logged_remembered_and_said(random_tiny_model, tmp_path, mo
             future.set_result(Verdict(number % 2 == 0, ("ok", "parse")[number % 2], None))
             return future
 
-    monkeypatch.setattr("start.Verifier", Sick)
+    monkeypatch.setattr("run.setup.Verifier", Sick)
     rows = train_run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
     share = rows[1]["rollout/undecided_share"]
     assert share == rows[1]["rollout/verdict_parse"] > 0
     assert share == pytest.approx(1 - rows[1]["rollout/correct_mean"])
     assert f"could not decide {share:.1%}" in capsys.readouterr().err
-    assert books.history(tmp_path / "r/metrics.jsonl", "rollout/undecided_share") == [share]
-    assert books.history(tmp_path / "none", "x") == []
+    assert run_metrics.history(tmp_path / "r/metrics.jsonl", "rollout/undecided_share") == [share]
+    assert run_metrics.history(tmp_path / "none", "x") == []

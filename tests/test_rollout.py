@@ -5,7 +5,6 @@ import random
 import sys
 from collections import Counter
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,15 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import distributed
-import graphs
-import kvcache
 import rollout
 from data import DataOrder, Problem, Rollout, pack
-from draw import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
 from forward import forward_policy
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
-from scheduler import Batch
+from sampler import graphs, kvcache
+from sampler.sampling import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
+from sampler.scheduler import Batch
 from verify import Verdict
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]
@@ -686,12 +684,11 @@ def test_evaluation_is_the_same_every_time_and_in_order(model):
 
 def test_the_benchmark_of_long_tails_drives_the_real_collection(monkeypatch):
     """So that a change of `collect` cannot leave it behind."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import bench_tail
+    from benchmarks import tail
 
     for name, value in {"STEPS": 2, "PROMPTS": 3, "CAP": 20, "SLOTS": 8}.items():
-        monkeypatch.setattr(bench_tail, name, value)
-    for mode in bench_tail.MODES:
-        shares = bench_tail.measure(mode)
+        monkeypatch.setattr(tail, name, value)
+    for mode in tail.MODES:
+        shares = tail.measure(mode)
         parts = [shares[part] for part in ("trained", "later", "thrown away", "idle")]
         assert sum(parts) == pytest.approx(1) and min(parts) > -1e-9 and shares["trained"] > 0

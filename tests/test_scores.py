@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scores import LEVEL, band, best_at_k, count_votes, maj_at_k, pass_at_k, resamples, subset_sizes
+from run.scores import (
+    LEVEL,
+    band,
+    best_at_k,
+    count_votes,
+    maj_at_k,
+    pass_at_k,
+    resamples,
+    subset_sizes,
+)
 
 VECTORS = json.loads((Path(__file__).parent / "data/justrl2_golden.json").read_text())
 VECTORS = {v["name"]: v for v in (VECTORS["vectors"] if isinstance(VECTORS, dict) else VECTORS)}

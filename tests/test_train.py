@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eval
 import train
+from algorithms import ALGORITHMS
 from curate import CurateConfig
 from model import Transformer
-from optimizer import make_optimizers, optimizer_step
+from run.optimizer import make_optimizers, optimizer_step
 from verify import Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -52,13 +53,13 @@ class HashGrader:
 
 @pytest.fixture
 def mixed_rewards(monkeypatch):
-    monkeypatch.setattr("start.Verifier", HashGrader)
+    monkeypatch.setattr("run.setup.Verifier", HashGrader)
 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch, request):
     if "figures" not in request.keywords:
-        monkeypatch.setattr(train.books, "draw_figures", lambda folder: None)
+        monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
 
 
 def run(folder, *flags, model=None):
@@ -328,7 +329,7 @@ def test_a_verifier_that_gives_up_is_said_loudly(random_tiny_model, tmp_path, mo
             future.set_result(Verdict(False, "timeout", None))
             return future
 
-    monkeypatch.setattr("start.Verifier", Late)
+    monkeypatch.setattr("run.setup.Verifier", Late)
     run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
     assert "the verifier gave up on 100%" in capsys.readouterr().err
 
@@ -824,7 +825,7 @@ def test_advantage_metrics_are_of_the_trained_tokens(random_tiny_model, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", train.losses.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
     flags = f"--algorithm {algorithm} --steps 25 --num-critic-only-steps 2 --lr 5e-4 --eval-every 0"
     flags += " --prompts-per-step 128" if algorithm == "sao" else ""

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from label_rewrites import pairs
 
-import algebra
 import rewards
 import verify
+from benchmarks.label_rewrites import pairs
+from verifier import algebra
 
 HERE = Path(__file__).parent
 VERIFY = HERE.parent / "verify.py"

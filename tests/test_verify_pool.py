@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from label_rewrites import pairs
 
 import verify
+from benchmarks.label_rewrites import pairs
 
 ROOT = Path(__file__).parent.parent
 CASES = [

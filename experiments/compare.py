@@ -1,16 +1,18 @@
 """A fair comparison on long chains: GRPO, PPO with two lambdas and JustRL II, equal sampled tokens.
 
-    python compare.py grid          the same learning rates for every algorithm, one seed
-    python compare.py main          each at its best rate, five other seeds, clean and noisy labels
-    python compare.py longer        the four with two thirds more tokens, clean labels
-    python compare.py ablations     JustRL II with one change at a time
-    python compare.py bounds        JustRL II when its critic knows nothing, and when it knows all
-    python compare.py groups        GRPO and JustRL II with two responses to a problem
-    python compare.py controls      GRPO with rewards that ignore the label
-    python compare.py muon          GRPO with two optimizers
-    python compare.py real          three algorithms and a control on SmolLM2-135M, one seed
-    python compare.py real-groups   the same model with two responses to a problem, two seeds
-    python compare.py report        tables and figures from the runs that are there
+`python -m experiments.compare PART`, from the root of the project:
+
+    grid          the same learning rates for every algorithm, one seed
+    main          each at its best rate, five other seeds, clean and noisy labels
+    longer        the four with two thirds more tokens, clean labels
+    ablations     JustRL II with one change at a time
+    bounds        JustRL II when its critic knows nothing, and when it knows all
+    groups        GRPO and JustRL II with two responses to a problem
+    controls      GRPO with rewards that ignore the label
+    muon          GRPO with two optimizers
+    real          three algorithms and a control on SmolLM2-135M, one seed
+    real-groups   the same model with two responses to a problem, two seeds
+    report        tables and figures from the runs that are there
 
 `make compare` does all of it but the last two; `make compare-real` fetches their model and does the
 first. A run is a directory of train.py; one that is complete is not made again. Every algorithm
@@ -35,10 +37,10 @@ import numpy as np
 from tqdm import tqdm
 
 import distributed
-import jsonl
+import files
 from config import ROOT
-from rundir import config_of, read_rows, writing
-from scores import resamples
+from files import config_of, read_rows, writing
+from run.scores import resamples
 from train import EMPTY_STEPS
 
 # 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
@@ -72,7 +74,7 @@ ABLATIONS = {
 }
 LONGER = {f"{label}, 40 steps": f"{flags} --steps 40" for label, flags in ALGORITHMS.items()}
 NO_WARM_UP = "--num-critic-only-steps 0"
-BOUNDS = {  # with an oracle the program is assets/long_oracle.py
+BOUNDS = {  # with an oracle the program is experiments/long_oracle.py
     "GRPO": GRPO,
     "JustRL II, no warm-up": ABLATIONS["JustRL II, no warm-up"],
     "JustRL II, V = 0.5": f"--algorithm justrl2 {NO_WARM_UP} --critic-lr 0",
@@ -132,9 +134,9 @@ class Job(NamedTuple):
     flags: str
 
     @property
-    def program(self) -> Path:
-        """What runs it."""
-        return ROOT / ("assets/long_oracle.py" if "oracle" in self.label else "train.py")
+    def program(self) -> list[str]:
+        """What runs it, as arguments of Python."""
+        return ["-m", "experiments.long_oracle"] if "oracle" in self.label else ["train.py"]
 
     def folder(self, root: Path) -> Path:
         """Where it is, or will be."""
@@ -151,7 +153,7 @@ def write_noisy(path: Path) -> None:
     rows = list(read_rows(ROOT / "assets/long-train.jsonl"))
     for row in rng.sample(rows, round(NOISE * len(rows))):
         row["label"] = rng.choice([d for d in "01234" if d != row["label"]])
-    jsonl.write(path, rows)
+    files.write_jsonl(path, rows)
 
 
 def is_complete(folder: Path) -> bool:
@@ -167,13 +169,15 @@ def execute(job: Job, root: Path) -> None:
     """Run train.py in a process of its own; an interrupted run goes on or begins again."""
     folder = job.folder(root)
     data = root / "noisy.jsonl" if job.variant == "noisy" else ROOT / "assets/long-train.jsonl"
-    command = [sys.executable, str(job.program), "--output-dir", str(folder)]
+    command = [sys.executable, *job.program, "--output-dir", str(folder.resolve())]
     command += ["--resume"] if (folder / "config.json").exists() else []
-    command += [*COMMON, "--data", str(data), "--lr", job.rate, "--seed", str(job.seed)]
+    command += [*COMMON, "--data", str(data.resolve()), "--lr", job.rate, "--seed", str(job.seed)]
     log = root / f"{folder.name}.log"
     with open(log, "w") as out:
         one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *job.flags.split()], stdout=out, stderr=out, env=one_core)
+        done = subprocess.run(
+            [*command, *job.flags.split()], cwd=ROOT, stdout=out, stderr=out, env=one_core
+        )
     if done.returncode:
         raise SystemExit(f"error: {job.label} ended with status {done.returncode}; see {log}.")
 

@@ -1,19 +1,15 @@
 """Benchmark of the verifier beside math-verify (if installed) on the same pairs.
 
-    python tests/bench_verify.py [NUMBER_OF_PAIRS]
+    python -m benchmarks.verify [NUMBER_OF_PAIRS]
 
 Pairs come from label_rewrites.py. math-verify gets the text after </think> and default settings.
 """
 
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from label_rewrites import pairs
 
 import verify
+from benchmarks.label_rewrites import pairs
 
 
 def math_verify_grader():

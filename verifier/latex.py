@@ -12,7 +12,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from algebra import (
+from verifier.algebra import (
     CONSTANTS,
     DEGREES,
     EXPRESSIONS,

@@ -16,28 +16,19 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-import books
-import checkpoint
+import algorithms
 import distributed
-import losses
-import plan
-from checkpoint import State
 from config import ROOT, Config, ConfigError
-from data import (
-    DataOrder,
-    Problem,
-    load_problems,
-    load_tokenizer,
-    stop_ids,
-    think_mode,
-    vocabulary_size,
-)
+from data import DataOrder, Problem
 from distributed import print0
+from files import writing
 from model import Transformer, limit_threads, load_config, local_folder
-from optimizer import leave, make_optimizers
+from problems import load_problems, load_tokenizer, stop_ids, think_mode, vocabulary_size
 from rewards import ANSWERS, Verifier
 from rollout import Sampler
-from rundir import writing
+from run import checkpoint, metrics, plan
+from run.checkpoint import State
+from run.optimizer import leave, make_optimizers
 
 
 @dataclass
@@ -45,7 +36,7 @@ class Run:
     """What stays the same during a run."""
 
     config: Config
-    row: losses.Algorithm
+    row: algorithms.Algorithm
     device: torch.device
     folder: Path
     problems: list[Problem]
@@ -92,10 +83,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     saved = checkpoint.newest(folder) if config.resume else None
     state = begin(config, device, start, tokenizer, problems, saved)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
-    report = books.open_reporter(folder, config, state.step)
+    report = metrics.open_reporter(folder, config, state.step)
     if state.step < config.steps:  # else no step will use what the flags change
         write_config(folder, config)
-    row = losses.ALGORITHMS[config.algorithm]
+    row = algorithms.ALGORITHMS[config.algorithm]
     return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
 
 
@@ -209,7 +200,7 @@ def begin(
         ),
         reference=reference,
     )
-    if losses.ALGORITHMS[config.algorithm].critic:
+    if algorithms.ALGORITHMS[config.algorithm].critic:
         from critic import Critic
 
         if saved:

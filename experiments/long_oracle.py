@@ -1,4 +1,4 @@
-"""train.py on the long task with a critic that knows: `python assets/long_oracle.py FLAG...`.
+"""train.py on the long task with a critic that knows: `python -m experiments.long_oracle FLAG...`.
 
 In the long task (make_long_assets.py) the digit after a step depends on the step, on the digit
 before it and, for a model, on whether there was a slip so far. The policy's probabilities of each
@@ -8,15 +8,13 @@ a bound on what a critic could bring.
 """
 
 import re
-import sys
 
 import torch
-from make_assets import HERE, chat_prompt
-from make_long_assets import BASE, LONGEST, RESULTS, write_prompt, write_response
 from torch import Tensor
 
-sys.path.insert(0, str(HERE.parent))
 import train
+from assets.make_assets import chat_prompt
+from experiments.make_long_assets import BASE, LONGEST, RESULTS, write_prompt, write_response
 from model import packed_attention, segment_positions
 
 MOST_STEPS = 40  # longer chains do not fit into 128 tokens

@@ -12,10 +12,8 @@ best of theirs (`generate` with a dynamic or static cache, `generate_batch`), by
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import transformers
@@ -23,10 +21,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation import ContinuousBatchingConfig
 
 os.environ["TQDM_DISABLE"] = "1"
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from kvcache import paged_kernel
 from model import Transformer, head_size
 from rollout import Sampler
+from sampler.kvcache import paged_kernel
 
 TINY = dict(vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
             num_attention_heads=4)  # fmt: skip

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 import distributed
-import jsonl
-from checkpoint import State
+import files
 from config import Config
-from data import Batch, Problem, Rollout, sample_row, to_batch, vocabulary_size
+from data import Batch, Problem, Rollout, to_batch
 from distributed import print0
 from forward import LOSSES, forward_critic, forward_policy, micro_batches, of_rows
 from model import Transformer
-from start import Run, prepare
+from problems import vocabulary_size
+from run.checkpoint import State
+from run.metrics import sample_row
+from run.setup import Run, prepare
 
 SAVED = "part error config vocabulary rollouts given".split()  # in minibatch.pt
 
@@ -54,7 +56,7 @@ def save_replay(
         torch.save(saved, file)
         (folder / "rollouts.jsonl").unlink(missing_ok=True)
         readable = [sample_row(state.step + 1, r, True) for r in rollouts]
-        jsonl.append(folder / "rollouts.jsonl", readable)
+        files.append_jsonl(folder / "rollouts.jsonl", readable)
     distributed.barrier()  # a rank that leaves now would end rank 0 in the middle of it
     return file
 

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from draw import Truncation
-from scores import LEVEL, subset_sizes
+from run.scores import LEVEL, subset_sizes
+from sampler.sampling import Truncation
 
 KINDS = ("pass", "maj", "best")  # scores over k
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcache import View
+from sampler.kvcache import View
 
 # step(view, last, lengths, keys, counts) -> tokens, log-probs; all (B,)
 Step = Callable[[View, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

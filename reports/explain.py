@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from losses import ALGORITHMS, OBJECTIVES, policy_loss, terminal_reward
-from rundir import config_of, file_of, read_rows
+from algorithms import ALGORITHMS
+from files import config_of, file_of, read_rows
+from losses import OBJECTIVES, policy_loss, terminal_reward
 
 # fmt: off
 # A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), last V.
@@ -73,7 +74,8 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
 def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
     """V (L,) of each stored response under the critic of a checkpoint."""
     from critic import Critic, values
-    from data import Problem, Rollout, load_tokenizer, pack
+    from data import Problem, Rollout, pack
+    from problems import load_tokenizer
 
     critic = Critic.from_pretrained(checkpoint / "critic")
     tokenizer = load_tokenizer(checkpoint / "policy")

@@ -1,6 +1,6 @@
 """Does the curation work? `make curate-evidence`, or with a run that is there:
 
-    python tests/evidence_curate.py [RUN]
+    python -m experiments.evidence_curate [RUN]
 
 RUN is a run of the demo with checkpoints at 20, 40 and 80 steps; without one it is trained first.
 430 embedded problems, most of them short, get a wrong label in 15 % of the cases. The target is

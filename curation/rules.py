@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import distributed
-import overlap
-from data import (
+from curation import dedup
+from problems import (
     LABEL_COLUMNS,
     PROMPT_COLUMNS,
     final_answer,
@@ -169,7 +169,7 @@ def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
 
 # ---- problems that are there twice
 
-Words = tuple[str, ...]  # of overlap.contents
+Words = tuple[str, ...]  # of dedup.contents
 
 
 def find_repeated(
@@ -179,7 +179,7 @@ def find_repeated(
     or nearly: with `share` of the n-grams, but for those that `common` texts hold.
     """
     texts = [*evaluation.values(), *(row.text for row in rows.values())]
-    contents = overlap.contents(texts, max(common, len(texts) // 100))
+    contents = dedup.contents(texts, max(common, len(texts) // 100))
     known = dict(zip(contents, evaluation, strict=False))  # words -> place
     words = dict(zip(rows, contents[len(evaluation) :], strict=True))
     dropped = {
@@ -188,7 +188,7 @@ def find_repeated(
     left = lambda: {i: w for i, w in words.items() if i not in dropped}
     dropped |= find_equal(rows, left())
     texts = [*known, *left().values()]
-    near = bar(overlap.near(texts, ngram, share, common), "overlap", total=len(texts))
+    near = bar(dedup.near(texts, ngram, share, common), "overlap", total=len(texts))
     return dropped | find_near(rows, list(left()), list(known.values()), near)
 
 
@@ -211,7 +211,7 @@ def find_near(
 ) -> dict[int, Drop]:
     """Rows that nearly equal an evaluation problem, or an earlier row of the same label.
 
-    near: of `overlap.near` for texts that are the evaluation problems in the places `known`, then
+    near: of `dedup.near` for texts that are the evaluation problems in the places `known`, then
     the rows `numbers`.
     """
     dropped = {}

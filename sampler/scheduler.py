@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from data import Rollout
-from kvcache import KVCache, View
+from sampler.kvcache import KVCache, View
 
 Job = tuple[list[int], int, list[int]]  # pages, position of the first token, token ids to compute
 

@@ -1,4 +1,4 @@
-"""Make the problems of the comparison on a real model: `python assets/make_sums.py`.
+"""Make the problems of the comparison on a real model: `python -m experiments.make_sums`.
 
 Sums of two numbers from 11 to 49, behind one worked example as chat turns:
 
@@ -15,7 +15,7 @@ neither order.
 import random
 from itertools import combinations_with_replacement
 
-from make_assets import HERE, to_jsonl
+from assets.make_assets import HERE, to_jsonl
 
 SIZES = {"eval": 48, "train": 160}
 EXAMPLE = 12, 15

@@ -12,8 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from embeddedtask import first_wrong_token
-from rundir import config_of, file_of, part_of, read_rows, token_texts
+from files import config_of, file_of, part_of, read_rows, token_texts
+from reports.embedded_task import first_wrong_token
 
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response
@@ -145,7 +145,7 @@ def advantage_scale(groups: Sequence[Sequence[dict]]) -> float:
 
 def tokenizer_of(run: Path, model: str) -> Any:
     """The tokenizer of the run's newest checkpoint, or of its start model."""
-    from data import load_tokenizer
+    from problems import load_tokenizer
 
     policy = part_of(str(run), "policy")
     return load_tokenizer(model if policy == str(run) else policy)

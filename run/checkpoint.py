@@ -30,8 +30,8 @@ import distributed
 from data import DataOrder, Problem, Rollout
 from distributed import print0
 from model import Transformer
-from optimizer import Optimizers
 from rollout import Collected, Sampler
+from run.optimizer import Optimizers
 
 MANIFEST = "manifest.json"
 

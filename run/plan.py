@@ -15,8 +15,8 @@ import torch
 from huggingface_hub import hf_hub_download
 from transformers import PretrainedConfig
 
+from algorithms import ALGORITHMS
 from config import Config
-from losses import ALGORITHMS
 from model import Layer, Transformer, head_size, load_config
 
 GB = 1e9  # as in "80 GB"; torch's own report for such a card is 85 of these

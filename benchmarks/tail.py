@@ -1,7 +1,7 @@
 """What long responses cost the scheduler: slot-steps that train, that are thrown away, that idle.
 
     make bench-tail          # prints the tables and draws docs/figures/tail.svg
-    python tests/bench_tail.py --zero-variance 0.6 --ranks 8
+    python -m benchmarks.tail --zero-variance 0.6 --ranks 8
 
 The project's own `collect` and `Sampler` run; only the model is left out. Each response stops at a
 length drawn for its random key: lognormal, mean 10,000 and at most 128,000 tokens, both divided by
@@ -13,25 +13,22 @@ import argparse
 import math
 import pickle
 import random
-import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import distributed
 import rollout
 from config import ROOT
 from data import DataOrder, Problem
 from model import Transformer
 from rollout import Sampler, collect, has_signal
-from scheduler import Batch
+from sampler.scheduler import Batch
 from verify import Verdict
 
 SCALE, SIGMA = 64, 1.3

@@ -1,6 +1,6 @@
 """kill -9 at random moments of a run, resume, and compare with a run that nobody disturbed.
 
-    python tests/kill9.py --kills 20
+    python -m experiments.kill9 --kills 20
 
 Metrics (but for times), samples and weights must be equal bit for bit. Every second kill is aimed
 at the short time in which a checkpoint is written. Runs are forked, so a life costs no import.
@@ -11,13 +11,11 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
 from config import ROOT
 
@@ -37,7 +35,7 @@ def start(folder: Path, data: Path) -> int:
     log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    train.books.draw_figures = lambda folder: None
+    train.run_metrics.draw_figures = lambda folder: None
     resume = ["--resume"] if (folder / "config.json").exists() else []
     try:
         train.main(["--output-dir", str(folder), "--eval-data", str(data), *FLAGS, *resume])

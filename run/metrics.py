@@ -21,15 +21,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
-import jsonl
-from checkpoint import State
+import files
 from config import ROOT, Config, reward_weights
-from data import Batch, Rollout, sample_row
+from data import Batch, Rollout
 from distributed import print0
+from files import read_rows
 from rewards import has_format
 from rollout import Collected, has_signal
-from rundir import read_rows
-from scores import is_repetitive, pass_at_k
+from run.checkpoint import State
+from run.scores import is_repetitive, pass_at_k
 from verify import UNDECIDED
 
 ALARMS = "no_box no_signal verifier truncated dead_critic mismatch entropy".split()
@@ -219,9 +219,30 @@ def write_audit(
         numbers, more = audit(values, batch.response_mask, batch.rewards, batch.group_ids)
         curves |= more
     if distributed.rank() == 0:
-        jsonl.append(folder / "audit.jsonl", [{"step": step} | curves])
+        files.append_jsonl(folder / "audit.jsonl", [{"step": step} | curves])
     numbers = {f"critic/{name}": value for name, value in numbers.items()}
     return numbers | {"policy/advantage_last_tenth": shares[-1]}
+
+
+def sample_row(step: int, r: Rollout, kept: bool) -> dict:
+    """One line of rollouts.jsonl."""
+    return {
+        "step": step,
+        "problem_id": r.problem.id,
+        "draw": r.group,
+        "sample_index": r.sample_index,
+        "prompt": r.problem.prompt,
+        "response": r.text,
+        "response_ids": r.response_ids,
+        "rollout_logprobs": r.rollout_logprobs,
+        "reward": r.reward,
+        "correct": r.correct,
+        "overlong_penalty": r.overlong_penalty,
+        "reason": r.reason,
+        "finish_reason": r.finish_reason,
+        "response_length": len(r.response_ids),
+        "kept": kept,
+    }
 
 
 def write_rollouts(
@@ -249,7 +270,7 @@ def write_rollouts(
                 if x is not None
             }
         rows.append(row)
-    jsonl.append(folder / "rollouts.jsonl", rows)
+    files.append_jsonl(folder / "rollouts.jsonl", rows)
 
 
 def row_of_step(file: Path, step: int) -> dict:
@@ -260,7 +281,7 @@ def row_of_step(file: Path, step: int) -> dict:
 def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Add to the row of `step`, the last one, or begin it."""
     before = [row for row in read_rows(file) if row["step"] < step]
-    jsonl.write(file, [*before, row_of_step(file, step) | metrics])
+    files.write_jsonl(file, [*before, row_of_step(file, step) | metrics])
 
 
 def forget_after(file: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Make the long task and its base model: `python assets/make_long_assets.py` (3 minutes).
+"""Make the long task and its base model: `python -m experiments.make_long_assets` (3 minutes).
 
 A countdown. A problem is a start digit, a first step and a last step; step i permutes the digits 0
 to 4 in a way of its own; the response gives the value after every step, each with a mark, three
@@ -18,21 +18,22 @@ The mark is `.` up to the first slip and `?` from there on: the base model notic
 but goes on. So a critic has something to see, as it has in a real chain of thought; for the answer
 the marks are without effect.
 
-`python assets/make_long_assets.py --check` only compares the committed problems with regenerated
-ones.
+`python -m experiments.make_long_assets --check` only compares the committed problems with
+regenerated ones.
 """
 
 import argparse
 import random
 import re
 
-import make_assets as short
 import torch
 import torch.nn.functional as F
-from make_assets import HERE, chat_prompt, make_model, save, to_jsonl
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
+
+from assets import make_assets as short
+from assets.make_assets import HERE, chat_prompt, make_model, save, to_jsonl
 
 BASE = 5
 STEP_COUNTS = range(4, 45)

@@ -1,0 +1,1 @@
+"""Measurements against named peers; none of them is a test."""

@@ -1,0 +1,1 @@
+"""The comparisons of the algorithms, their tasks, and their results."""

@@ -1,0 +1,1 @@
+"""Reports on a finished run: the HTML page, tables and figures."""

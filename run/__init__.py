@@ -1,0 +1,1 @@
+"""What a run needs around the method: set-up, checkpoints, metrics, alarms, plan, post-mortem."""

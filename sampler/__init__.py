@@ -1,0 +1,1 @@
+"""The sampling engine: continuous batching over a paged KV cache, CUDA graphs, drawing a token."""

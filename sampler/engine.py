@@ -1,0 +1,281 @@
+"""The KV-cached sampler: prompts in, responses and their log-probs out.
+
+A slot whose response ends is refilled at once, and the members of a group share one prefill of
+their prompt. What is drawn (sampling.py) depends on none of this.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import distributed
+from data import Problem, Rollout
+from model import Transformer, head_size, limit_threads
+from problems import stop_ids, vocabulary_size
+from sampler.graphs import Graphs
+from sampler.kvcache import KVCache, View, paged_kernel
+from sampler.sampling import Truncation, draw, response_key, uniforms
+from sampler.scheduler import Batch, Job
+
+
+class Sampler:
+    """Continuous batching on `slots` rows. `model` is whole on this rank: decoding does no
+    collective.
+
+    kv_cache_tokens: most tokens with keys and values at a time; 0: what the memory allows.
+    prefill_chunk_tokens: most prompt tokens in one forward. page: tokens per page.
+    cuda_graphs: launch a decode step as one CUDA graph, where a paged kernel runs.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        eos_ids: Iterable[int],
+        slots: int = 64,
+        tokenizer: Any = None,
+        *,
+        kv_cache_tokens: int = 0,
+        prefill_chunk_tokens: int = 8192,
+        page: int | None = None,
+        cuda_graphs: bool = False,
+    ):
+        self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            model.restrict_vocabulary(vocabulary_size(tokenizer))
+        self.device = model.head_weight.device
+        on_gpu = self.device.type == "cuda"
+        self.kv_cache_tokens, self.chunk = kv_cache_tokens, prefill_chunk_tokens
+        self.cuda_graphs = cuda_graphs
+        if cuda_graphs and (lacking := self._needed_for_graphs()):
+            raise ValueError(f"--cuda-graphs needs {lacking}; leave it out.")
+        self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
+        self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
+        self.weight_version = 0
+        self.interrupted = False  # set from outside: leave everything before the next token
+        self.counts: Counter[str] = Counter()  # of work done: see `run`
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path, tokenizer: Any, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> "Sampler":
+        """Of the frozen model in `folder`, whose stop tokens it knows, computing in `dtype`."""
+        model = Transformer.from_pretrained(folder, dtype).requires_grad_(False)
+        limit_threads(model, device)
+        return cls(model.to(device), stop_ids(folder, tokenizer), slots, tokenizer)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int = 1,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        seed: int = 0,
+        truncation: Truncation | None = None,
+    ) -> list[Rollout]:
+        """n responses to each prompt (token ids), in order: n of the first, n of the second, ...
+
+        max_new_tokens counts the stop token. Raises ValueError for an empty prompt.
+        """
+        rollouts = []
+        for p, ids in enumerate(prompts):
+            problem = Problem(str(p), p, "", list(ids), "")
+            rollouts += [Rollout(problem, p, j, response_key(seed, 0, p, j)) for j in range(n)]
+        self.run(rollouts, max_new_tokens, temperature, truncation=truncation)
+        return rollouts
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rollouts: Sequence[Rollout],
+        max_new_tokens: int,
+        temperature: float,
+        on_finish: Callable[[Rollout], None] = lambda rollout: None,
+        truncation: Truncation | None = None,
+        feed: Callable[[], Iterable[Rollout] | None] = lambda: (),
+        problems: Iterable[Problem] = (),
+    ) -> None:
+        """Continue every rollout to its end, in place, started in the order given.
+
+        Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
+        that ends, in the order of the decode steps. `feed()` is called before every look at free
+        slots: the rollouts that it returns, of any of `problems`, queue behind the others; once it
+        returns None all are left as they are. Adds to `counts`: decode steps, row_steps (sum of
+        rows over them), prefill tokens, preempted rollouts. Holds no memory afterwards.
+        """
+        known = [*problems, *(r.problem for r in rollouts)]
+        batch = Batch(self._new_cache(known, max_new_tokens), self.slots, rollouts)
+        step = partial(self._step, batch.cache, temperature, truncation)
+        # step_of(view) is the step for the rows of that view.
+        step_of = Graphs(step, self.slots) if self.cuda_graphs else partial(partial, step)
+        left = lambda row: max_new_tokens - len(row.rollout.response_ids)
+        with self.model.packed_weights():
+            while not self.interrupted and (more := feed()) is not None:
+                batch.extend(more)
+                if not batch.queue and not batch.rows:
+                    break
+                prompts, copies, rests = batch.admit()
+                self._prefill(batch.cache, prompts)
+                batch.cache.copy(copies)
+                self._prefill(batch.cache, rests)
+                steps = min(self.check_every, *map(left, batch.rows))
+                batch.reserve(steps)
+                rows = list(batch.rows)
+                self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
+                tokens, logprobs = self._decode(batch, steps, step_of)
+                for row, ids, values in zip(rows, tokens, logprobs, strict=True):
+                    self._extend(row.rollout, ids, values, max_new_tokens)
+                    if row.rollout.finished:
+                        batch.leave(row)
+                        on_finish(row.rollout)
+        self.counts["preempted"] += batch.preempted
+        del batch, step, step_of
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the trainer wants the memory
+
+    def _needed_for_graphs(self) -> str:
+        """What a recorded decode step needs and does not have, or nothing."""
+        decoder = self.model.model
+        if self.device.type != "cuda" or decoder.compute_dtype == torch.float32:
+            return "a GPU and a 16-bit --dtype"
+        if paged_kernel() is None:
+            return "flash-attn, or a torch whose varlen_attn takes page tables (2.13 does)"
+        if decoder.rotary.native_length:  # a look at the lengths, on the host, at every step
+            return f"another rope type than {decoder.rotary.type}"
+        return ""
+
+    def _new_cache(self, problems: Sequence[Problem], max_new_tokens: int) -> KVCache:
+        """An empty cache that any one response to any of the problems fits in, or ValueError."""
+        if any(not p.prompt_ids for p in problems):
+            raise ValueError(
+                "a prompt has no tokens; the first response token needs a state to be chosen in."
+            )
+        config, dtype = self.model.config, self.model.model.compute_dtype
+        heads = config.num_attention_heads, config.num_key_value_heads, head_size(config)
+        longest = max((len(p.prompt_ids) for p in problems), default=0) + max_new_tokens
+        native = self.model.model.rotary.native_length
+        if native and longest > native + 1:  # the last token is never fed
+            raise ValueError(
+                f"a cache of {longest - 1} tokens is impossible with this rope type, every token "
+                f"past {native} changes all keys; limit prompt + response to that."
+            )
+        limit = self.kv_cache_tokens or self._affordable_tokens()
+        if longest > limit:
+            raise ValueError(
+                f"a prompt and a response of {longest} tokens together do not fit in a KV cache of "
+                f"{limit} tokens; raise --kv-cache-tokens or lower --max-response-tokens."
+            )
+        # One page more than asked for: the last member of a group may copy a page of its prompt.
+        pages = -(-limit // self.page) + 1
+        if self.cuda_graphs:  # all of them at once, so no more than all slots can fill
+            pages = min(pages, self.slots * (-(-longest // self.page) + 1))
+        cache = KVCache(
+            config.num_hidden_layers, *heads, page=self.page, max_pages=pages, dtype=dtype,
+            device=self.device,
+        )  # fmt: skip
+        if self.cuda_graphs:
+            cache.grow(pages)
+        return cache
+
+    def _affordable_tokens(self) -> int:
+        """Tokens in four fifths of the free GPU memory, or in a quarter of all CPU memory."""
+        config = self.model.config
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
+        per_token *= self.model.model.compute_dtype.itemsize
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the trainer has left in torch's own pool is free too
+            return int(0.8 * torch.cuda.mem_get_info(self.device)[0]) // per_token
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return memory // 4 // distributed.ranks_here() // per_token
+
+    def _prefill(self, cache: KVCache, jobs: Sequence[Job]) -> None:
+        """Store keys and values of the jobs' tokens, at most `chunk` of them in one forward."""
+        pieces: list[Job] = []
+        room = self.chunk
+        for pages, start, ids in jobs:
+            while ids:
+                pieces.append((pages, start, ids[:room]))
+                start, ids, room = start + room, ids[room:], room - len(ids[:room])
+                if not room:
+                    self._forward(cache, pieces)
+                    pieces, room = [], self.chunk
+        if pieces:
+            self._forward(cache, pieces)
+
+    def _forward(self, cache: KVCache, pieces: Sequence[Job]) -> None:
+        """One forward over pieces of prompts."""
+        spans = [(pages, start, start + len(ids)) for pages, start, ids in pieces]
+        ids = torch.tensor([i for *_, ids in pieces for i in ids], device=self.device)
+        positions = torch.tensor([t for _, a, b in spans for t in range(a, b)], device=self.device)
+        self.model.model(ids, positions, cache.prefill(spans))
+        self.counts["prefill_tokens"] += len(ids)
+
+    def _step(
+        self,
+        cache: KVCache,
+        temperature: float,
+        truncation: Truncation | None,
+        view: View,
+        last: Tensor,
+        lengths: Tensor,
+        keys: Tensor,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of every row, and its log-prob."""
+        hidden = self.model.model(last, lengths, cache.decode(view, lengths))
+        return draw(self.model.logits(hidden), temperature, uniforms(keys, counts), truncation)
+
+    def _decode(
+        self, batch: Batch, steps: int, step_of: Callable[[View], Callable]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The next `steps` tokens of every row, and their log-probs.
+
+        The host waits for the device once, at the end: a row that stops early is decoded on, and
+        `_extend` drops what comes after. Raises FloatingPointError if a log-prob is not finite.
+        """
+        state = [
+            (row.last, row.stored, row.rollout.key, len(row.rollout.response_ids))
+            for row in batch.rows
+        ]
+        last, lengths, keys, counts = torch.tensor(state, device=self.device).T.contiguous()
+        step, drawn = step_of(batch.view()), []
+        for i in range(steps):
+            drawn.append(step(last, lengths + i, keys, counts + i))
+            last = drawn[-1][0]
+        tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*drawn, strict=True))
+        finite = logprobs.isfinite().all(1)
+        if not finite.all():
+            problem = batch.rows[int(finite.int().argmin())].rollout.problem
+            raise FloatingPointError(
+                f"a sampled log-prob of problem {problem.id} is not finite: the weights are not, "
+                "or the logits overflow. In training, go back to a checkpoint and lower --lr."
+            )
+        return tokens.tolist(), logprobs.tolist()
+
+    def _extend(
+        self, r: Rollout, tokens: Sequence[int], logprobs: Sequence[float], max_new_tokens: int
+    ) -> None:
+        """Append tokens up to the first stop token or the end of the budget."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            r.response_ids.append(token)
+            r.rollout_logprobs.append(logprob)
+            r.weight_versions.append(self.weight_version)
+            if token in self.eos_ids or len(r.response_ids) == max_new_tokens:
+                r.finish_reason = "stop" if token in self.eos_ids else "length"
+                r.text = self._text(r)
+                return
+
+    def _text(self, rollout: Rollout) -> str:
+        """Text without the stop token; special tokens stay, they may be the thinking tags."""
+        if self.tokenizer is None:
+            return ""
+        ids = rollout.response_ids
+        return self.tokenizer.decode(
+            ids[:-1] if rollout.finish_reason == "stop" else ids, skip_special_tokens=False
+        )

@@ -1,0 +1,1 @@
+"""Grading: reading LaTeX, comparing values, workers, the sandbox."""
