@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 
 import curate
 from config import ConfigError

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mask_of, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,14 +29,6 @@ SETTINGS = [  # every objective with what can be combined with it
     dict(objective="reinforce", entropy_control="clip_cov"),
     dict(objective="clip", entropy_control="kl_cov", kl_coef=0.1),
 ]
-
-
-def mask_of(lengths, width=None):
-    return torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]
-
-
-def rand(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # --- padding and masks -----------------------------------------------------------------------

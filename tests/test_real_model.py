@@ -2,10 +2,9 @@
 equal `transformers`.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
 from data import pack
@@ -14,7 +13,6 @@ from model import Transformer
 from problems import load_problems, load_tokenizer, stop_ids
 from rollout import Sampler
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "runs" / "smollm2-135m"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "model.safetensors").exists(), reason="run `make real-model` first"

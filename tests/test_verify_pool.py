@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT, alive, gone_within
 
 import verify
 from benchmarks.label_rewrites import pairs
 
-ROOT = Path(__file__).parent.parent
 CASES = [
     json.loads(line) for line in (ROOT / "tests/data/verify_cases.jsonl").open(encoding="utf-8")
 ]
@@ -71,20 +71,6 @@ def children():
             if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.add(int(stat.parent.name))
     return found
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone_within(pid, seconds):
-    end = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_verdicts_come_in_order_and_equal_those_in_process():

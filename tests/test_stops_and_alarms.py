@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import ROOT, SMALL, HashGrader, metrics, run, same, weights
+from helpers import ROOT, SMALL, HashGrader, same, weights
+from helpers import read_metrics as metrics
+from helpers import train_run as run
 
 import train
 from run import metrics as run_metrics
@@ -20,10 +22,7 @@ from run import metrics as run_metrics
 LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 # ---- signals
@@ -230,11 +229,12 @@ def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "cut o')
     body = (
-        "import books, pathlib\n"
+        "import pathlib\n"
+        "from run import metrics\n"
         "cut = os.truncate\n"
         "os.truncate = lambda *args: (time.sleep(1), cut(*args))\n"
         f"file = pathlib.Path({str(file)!r})\n"
-        "books.forget_after(file, 0)\n"
+        "metrics.forget_after(file, 0)\n"
         "os.write(1, b'rank %d holds %r\\n' % (rank, file.stat().st_size > 0))\n"  # one piece
     )
     result, _ = launch(tmp_path, body)
