@@ -479,6 +479,6 @@ def test_what_a_later_stage_needs_is_missed_before_the_first(flags, words, tmp_p
 
 
 def test_every_reason_is_described():
-    sources = "".join((ROOT / name).read_text() for name in ("curate.py", "sift.py"))
+    sources = "".join((ROOT / name).read_text() for name in ("curate.py", "curation/rules.py"))
     used = set(re.findall(r'Drop\("(\w+)"', sources))
     assert used | {"hard_surplus"} == set(rules.REASONS) and rules.Drop("x").detail == ""
