@@ -91,11 +91,13 @@ def finished_steps(folder: Path) -> tuple[int, int]:
 
 def result(folder: Path) -> dict:
     """All that a run leaves, without times."""
-    timed = lambda key: key.startswith("perf/") or key == "eval/seconds"
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    for row in rows:
+        for key in [k for k in row if k.startswith("perf/") or k == "eval/seconds"]:
+            del row[key]
     newest = max(folder.glob("checkpoints/step_*"))
     return {
-        "metrics": [{k: v for k, v in row.items() if not timed(k)} for row in rows],
+        "metrics": rows,
         "samples": (folder / "rollouts.jsonl").read_bytes(),
         "weights": [
             (newest / part / "model.safetensors").read_bytes() for part in ("policy", "critic")
