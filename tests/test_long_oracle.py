@@ -39,8 +39,8 @@ def test_values_are_the_sum_over_all_ways_to_go_on(table, doubt):
 
 
 def test_a_value_belongs_to_the_state_before_its_token(table):
-    """It changes after a digit and nowhere else, is 1 or 0 once the last digit is written, and stays
-    0 after a token that is out of place.
+    """It changes after a digit and nowhere else, is 1 or 0 after the last digit, and stays 0 after
+    a token that is out of place.
     """
     tokens = ["<think>", " 7:", "2", "?", " 6:", "4", "?", "</think>", "\\boxed{", "4", "}"]
     v = long_oracle.values_of("1 7: 6:", "4", tokens, table)
