@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from forward import forward_policy
 from transformers import AutoModelForCausalLM
 
 from data import pack
-from forward import forward_policy
 from model import Transformer
 from problems import load_problems, load_tokenizer, stop_ids
 from rollout import Sampler

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forward import forward_policy
 from test_kvcache import flash_attn_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,7 +18,6 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 import distributed
 import rollout
 from data import DataOrder, Problem, Rollout, pack
-from forward import forward_policy
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
 from sampler import graphs, kvcache
