@@ -36,7 +36,7 @@ KL_LOSS_BOUND = 10.0  # one token in a million may not outweigh the rest; no gra
 def overlong_penalty(
     lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft overlong punishment, DAPO (2503.14476): (N,) float64 in [-factor, 0].
+    """Soft overlong punishment, DAPO (2503.14476) eq. 13: (N,) float64 in [-factor, 0].
 
     0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
     """
@@ -85,12 +85,13 @@ def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float | Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438): (advantages, returns), both (N, T).
+    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), both (N, T).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lambda A_{t+1},   return = A + V.
     gae_lambda is one number or one per row. V after the last token is 0, for a truncated response
     too. Computed in float64, returned in the dtype of `values`, 0 outside the mask.
     """
+    # float64: with lambda near 1 a sum over 100k tokens loses digits that whitening would magnify.
     v = masked(values, mask).double()
     next_v = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
     delta = masked(rewards.double() + gamma * next_v - v, mask)
@@ -129,7 +130,7 @@ def grpo_advantages(
     std_normalize: bool = True,
     std_ddof: int = 0,
 ) -> tuple[Tensor, None]:
-    """(r_i - mean) / (std + 1e-6) within each group, GRPO (2402.03300).
+    """(r_i - mean) / (std + 1e-6) within each group, GRPO (2402.03300, section 4.1.2).
 
     std_normalize=False keeps r_i - mean (Dr. GRPO, 2503.20783): dividing by the std weighs prompts
     by 1/sqrt(p(1-p)). std_ddof 0 is the population std, 1 the sample std. A group of equal rewards
@@ -158,7 +159,7 @@ def ppo_advantages(
     The target is computed from the raw rewards: length penalties and KL are the policy's concern.
     """
     advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
-    _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)
+    _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)  # A + V: bootstraps
     return advantages, returns
 
 
@@ -172,6 +173,7 @@ def group_correction(
     """
     last_values = masked(values, last_token(mask)).sum(1)
     residual = masked((raw_rewards - last_values).double(), mask.any(1))
+    # Leave one out: with its own residual in the mean, a response would correct itself.
     others = group_size(group_ids) - 1
     mean = (group_sum(residual, group_ids) - residual) / others.clamp(min=1)
     return masked(-mean, others > 0)
@@ -190,6 +192,7 @@ def decoupled_advantages(
     The target does not contain V, so the critic regresses on outcomes and never on itself.
     """
     advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
+    # With V = 0 and lambda = 1 the advantage is the plain suffix sum of rewards.
     returns, _ = gae(raw_token_rewards, torch.zeros_like(values), mask, 1.0, gamma)
     return advantages, returns
 
@@ -240,6 +243,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     n = int(mask.sum())
     if n == 0:
         raise ValueError("whiten: every token of the batch is masked, there is nothing to whiten")
+    # float64 sums: float32 over a million tokens would depend on their order.
     mean = masked(values, mask).sum(dtype=torch.float64) / n
     centred = masked(values - mean.to(values.dtype), mask)
     variance = centred.square().sum(dtype=torch.float64) / max(n - 1, 1)
@@ -268,9 +272,10 @@ def value_loss(
     old_error, _ = usable_difference(old_values, returns, usable)
     moved, known = usable_difference(values, old_values, usable)
     squared = error.square()
+    # Without the usual 1/2, as in the reference: the critic's learning rate belongs to this scale.
     metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:
-        clipped_error = old_error + moved.clamp(-value_clip, value_clip)
+        clipped_error = old_error + moved.clamp(-value_clip, value_clip)  # V clipped around V_old
         squared = torch.maximum(squared, clipped_error.square())
         metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
     return aggregate(squared, mask, row_weights=row_weights), metrics
@@ -321,7 +326,7 @@ def importance_weights(
 def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """The log-ratio that an objective sees, (N, T).
 
-    token: each token's own. sequence: the mean over the response's tokens, GSPO (2507.18071).
+    token: each token's own. sequence: the mean over the response, GSPO (2507.18071, eq. 7).
     sequence-token: the sequence's value with each token's own gradient, GSPO-token.
     """
     if level == "token":
@@ -353,9 +358,10 @@ def off_policy_sequences(log_ratio: Tensor, advantages: Tensor, mask: Tensor, de
 
 
 def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
-    """min(rho A, clip(rho, 1 - low, 1 + high) A), PPO; dual_clip c bounds it below by c A, A < 0.
+    """min(rho A, clip(rho, 1 - low, 1 + high) A), PPO (1707.06347, eq. 7).
 
     clip_high > clip_low is clip-higher (DAPO): rare tokens may rise further than they may fall.
+    dual_clip c (1912.09729) bounds the loss where A < 0, which is unbounded in rho otherwise.
     """
     unclipped = log_ratio.exp() * advantages
     clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -395,7 +401,7 @@ def approx_kl(
     elif estimator == "k2":
         kl = d.square() / 2
     elif estimator in ("k3", "k3_is"):
-        kl = torch.expm1(-d.clamp(min=-MAX_KL_LOG_RATIO)) + d
+        kl = torch.expm1(-d.clamp(min=-MAX_KL_LOG_RATIO)) + d  # expm1: no cancellation near d = 0
     else:
         raise ValueError(f"unknown kl_estimator '{estimator}': choose k1, k2, k3 or k3_is")
     kl = kl if ratio is None else ratio * kl
@@ -468,32 +474,22 @@ def aggregate(
 # --- the policy's loss -----------------------------------------------------------------------
 
 
+# fmt: off
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    objective: str = "clip",
-    ratio_level: str = "token",
-    row_weights: Tensor | None = None,
-    aggregation: str = "token-mean",
-    weights: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    sapo_tau_pos: float = 1.0,
-    sapo_tau_neg: float = 1.05,
-    opsm_delta: float | None = None,
-    entropy_control: str = "none",
-    cov_mask: Tensor | None = None,
-    cov_kl_coef: float = 1.0,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+    # what is maximised: J of a token, and the limits that it reads
+    objective: str = "clip", ratio_level: str = "token",
+    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+    sapo_tau_pos: float = 1.0, sapo_tau_neg: float = 1.05,
+    # how tokens count: w of each, c of each response
+    weights: Tensor | None = None, opsm_delta: float | None = None,
+    row_weights: Tensor | None = None, aggregation: str = "token-mean",
+    # what is added
+    entropy_control: str = "none", cov_mask: Tensor | None = None, cov_kl_coef: float = 1.0,
+    ref_logprobs: Tensor | None = None, kl_coef: float = 0.0, kl_estimator: str = "k3",
+    entropy: Tensor | None = None, entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict]:
+    # fmt: on
     """Scalar loss of one micro-batch, and its metrics.
 
     loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
@@ -506,24 +502,13 @@ def policy_loss(
     log_rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # no gradient beyond
     finite = usable & torch.isfinite(advantages)
     advantages = masked(advantages, mask & torch.isfinite(advantages))
-    level = ratio_at_level(log_rho, mask, ratio_level)
+    logp, level = masked(logprobs, usable), ratio_at_level(log_rho, mask, ratio_level)
+    limits = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    limits |= {"sapo_tau_pos": sapo_tau_pos, "sapo_tau_neg": sapo_tau_neg}
     gain, at_limit = OBJECTIVES[objective](
-        logprobs=masked(logprobs, usable),
-        log_ratio=level,
-        advantages=advantages,
-        mask=mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        sapo_tau_pos=sapo_tau_pos,
-        sapo_tau_neg=sapo_tau_neg,
+        logprobs=logp, log_ratio=level, advantages=advantages, mask=mask, **limits
     )
-    metrics = {
-        "clip_fraction": mean_pair(at_limit, mask),
-        "approx_kl": mean_pair(-log_rho, mask),
-        "ratio": mean_pair(level.exp(), mask),
-        "ess": (effective_sample_size(level, mask).sum(), mask.sum()),
-    }
+    metrics = movement(log_rho, level, mask) | {"clip_fraction": mean_pair(at_limit, mask)}
     if weights is not None:
         gain = gain * masked(weights, mask)
     if opsm_delta is not None:
@@ -549,6 +534,17 @@ def policy_loss(
         metrics["entropy"] = mean_pair(entropy, mask)
     metrics["nonfinite"] = mean_pair(~finite, mask)
     return aggregate(loss, mask, aggregation, row_weights=row_weights), metrics
+
+
+def movement(log_rho: Tensor, level: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of how far the policy has moved since the start of the step; `level` is log_rho as
+    the objective sees it (`ratio_at_level`).
+    """
+    return {
+        "approx_kl": mean_pair(-log_rho, mask),  # k1: E_old[log old - log new]
+        "ratio": mean_pair(level.exp(), mask),
+        "ess": (effective_sample_size(level, mask).sum(), mask.sum()),
+    }
 
 
 # --- masks and sums --------------------------------------------------------------------------

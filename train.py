@@ -55,10 +55,9 @@ PROMPT_END = 120  # characters shown at the start: does the prompt ask for a box
 
 
 def train_step(run: Run, state: State) -> dict[str, float] | None:
-    """One step of the method; returns its metrics, or None if SIGTERM cut its rollout short, and
-    then nothing has changed.
-    """
+    """One step of the method; returns its metrics, or None, changing nothing, if SIGTERM came."""
     config, clock = run.config, run_metrics.Clock()
+    # 1. Groups of responses, each verified; those of one outcome are gone (dynamic sampling).
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
@@ -72,21 +71,25 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
             kept = [r for group in collected.groups for r in group]
             batch = to_batch(kept, run.device, state.sampler.weight_version)
             mask = loss_mask(batch, config)
+            # 2. The policy is paid for brevity too, the critic predicts the raw reward.
             token_rewards, raw_token_rewards = shape_rewards(batch, config)
+            # 3. V before the critic's update: advantages must not see what it learns from them.
             if state.critic is not None:
                 with clock("score_critic"), state.on_device("critic", run):
                     values = score_critic(state.critic, batch, config)
+            # 4. Advantages, and what V is regressed on.
             advantages, returns = compute_advantages(
                 run, batch, token_rewards, raw_token_rewards, values
             )
+            # 5. The critic learns from every batch, also while the policy waits for it.
             if state.critic is not None:
                 with clock("update_critic"), state.on_device("critic", run):
                     metrics |= update_critic(run, state, batch, values, returns)
-            # After that update, which stops the run if one of these values is not finite.
+            # Not before that update, which stops the run if one of these values is not finite.
             metrics |= run_metrics.write_audit(
                 run.folder, state.step + 1, batch, mask, values, advantages
             )
-            # The policy waits until V is worth something: JustRL II warms the critic up first.
+            # 6. The policy, once V is worth something.
             warm = state.critic is None or state.step >= config.num_critic_only_steps
             if warm and mask.any():
                 with clock("score_policy"), state.on_device("policy", run):
@@ -98,6 +101,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
         run_metrics.write_rollouts(
             run.folder, config.log_samples, state.step + 1, collected, tokens
         )
+    # Not before: with --async-steps the thread samples the next step from the old weights.
     if "policy/loss" in metrics:
         with clock("refresh_sampler"), state.on_device("policy", run):
             distributed.copy_weights(state.policy, state.sampler.model)
@@ -187,7 +191,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     Critic: the mixed reward. Actor: mixed + length reward + overlong penalty, unless the penalty
     is injected into the advantages later.
     """
-    actor = critic = mixed_rewards(batch, config)
+    actor = critic = mixed_rewards(batch, config)  # float64: sums of shares stay exact
     if config.overlong_injection_alpha is None:
         actor = actor + overlong_penalties(batch)
     if config.critic_sees_penalty:
@@ -233,7 +237,9 @@ def loss_mask(batch: Batch, config: Config) -> Tensor:
     --overlong-filter, those of the newest policy under --partial-mask-old.
     """
     mask = batch.fresh if config.partial_mask_old else batch.response_mask
-    return mask & ~batch.truncated[:, None] if config.overlong_filter else mask
+    if config.overlong_filter:  # DAPO (2503.14476), section 3.4: a cut-off response may be right
+        mask = mask & ~batch.truncated[:, None]
+    return mask
 
 
 # ---- the models before the update
@@ -270,6 +276,7 @@ def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterato
     (almost) equal size.
     """
     for epoch in range(epochs):
+        # A generator of its own, from (seed, step, epoch): resume and ranks deal out the same rows.
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
         rows = torch.randperm(len(batch.rollouts), generator=generator)
         for part in rows.tensor_split(config.minibatches_per_step):
@@ -306,7 +313,7 @@ def update_critic(
     """Regress V on the returns; returns the critic's metrics."""
     config, sums, head = run.config, run_metrics.Sums(), state.critic.value_head
     inputs, updates = CriticInputs(old_values, returns), state.critic_steps
-    before = distributed.full(head.weight.detach()).clone()
+    before = distributed.full(head.weight.detach()).clone()  # a head that does not move is dead
     epochs = config.epochs_per_step * config.critic_updates_per_step
     for rows in minibatches(batch, config, state.step, epochs):
         row_weights = minibatch_weights("token-mean", batch, batch.response_mask, rows)
@@ -337,10 +344,11 @@ def critic_minibatch(
     Raises FloatingPointError before the weights change if something is not finite.
     """
     config, total, nonfinite = run.config, 0.0, 0.0
-    warmup = config.critic_lr_warmup_steps
+    warmup = config.critic_lr_warmup_steps  # step j (from 0) takes j / warmup of the rate
     lr = config.critic_lr * (min(1.0, state.critic_steps / warmup) if warmup else 1.0)
     with postmortem.saves_minibatch(run, state, "critic", batch, rows, row_weights, inputs):
         for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "critic update", rows):
+            # V(s_t) is read at the token before action t (pack has shifted), at temperature 1.
             values = state.critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
             loss, parts = losses.value_loss(
                 mb.unpack(values),
@@ -376,6 +384,8 @@ def update_policy(
 ) -> dict[str, float]:
     """Maximise the surrogate objective; returns the policy's metrics."""
     config, sums, mask = run.config, run_metrics.Sums(), loss_mask(batch, run.config)
+    # w = pi_old / pi_rollout: sampler and trainer compute in different precisions and orders, and
+    # partial rollouts hold tokens of older weights.
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
     )
@@ -385,7 +395,8 @@ def update_policy(
     if state.reference is not None:
         ref_logprobs, _ = score_policy(state.reference, batch, config)
     inputs = PolicyInputs(advantages, old_logprobs, mask, weights, cov_mask, ref_logprobs)
-    if bad := int(weight_parts["is_nonfinite"][0]):
+    bad = int(weight_parts["is_nonfinite"][0])
+    if bad:  # their tokens have weight 0, so no loss would tell
         rows = range(len(batch.rollouts))
         row_weights = minibatch_weights("token-mean", batch, mask, rows)
         with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
@@ -420,6 +431,7 @@ def policy_minibatch(
     config, total, nonfinite = run.config, 0.0, 0.0
     with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
         for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "policy update", rows):
+            # At the sampling temperature: log-probs of another one are not those of what was drawn.
             logprobs, entropy = state.policy(
                 mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, config.temperature
             )
@@ -443,6 +455,7 @@ def policy_minibatch(
                 ref_logprobs=mb.rows_of(inputs.ref_logprobs),
                 kl_coef=config.kl_coef,
                 kl_estimator=config.kl_estimator,
+                # Without a bonus no gradient has to flow through it.
                 entropy=mb.unpack(entropy) if config.entropy_coef else None,
                 entropy_coef=config.entropy_coef,
             )
