@@ -61,6 +61,7 @@ def draw_chain(rng, steps):
 
 
 def apply_operation(value, sign, operand):
+    """One step of a chain, modulo 10."""
     return (value + operand if sign == "+" else value - operand) % 10
 
 
@@ -76,6 +77,7 @@ def make_slips(seed=0):
 
 
 def write_prompt(start, operations):
+    """A chain as the model reads it: `3 a:+4 b:-9`."""
     return str(start) + "".join(f" {label}:{sign}{n}" for label, sign, n in operations)
 
 
@@ -110,6 +112,7 @@ def make_problems(seed=0):
 
 
 def to_jsonl(problems):
+    """The text of a data file."""
     return "".join(json.dumps(problem) + "\n" for problem in problems)
 
 
@@ -154,6 +157,7 @@ def make_model(tokenizer, layers=2):
 
 
 def chat_prompt(tokenizer, prompt):
+    """A prompt as the user's turn, up to where the response begins."""
     message = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
@@ -242,6 +246,7 @@ def save(model, tokenizer, directory):
 
 
 def main():
+    """Command line entry."""
     parser = argparse.ArgumentParser(description="Make the default task and its tiny base model.")
     parser.add_argument("--check", action="store_true", help="compare the committed problems")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model")

@@ -28,7 +28,8 @@ def python(*arguments):
     subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
 
 
-def read(file):
+def rows_of(file):
+    """The rows of a JSON lines file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -53,13 +54,14 @@ def zero_variance(data, target, folder):
     """Share of groups without signal in the first steps of training."""
     flags = f"--model {target} --data {data} --output-dir {folder} {FIRST_STEPS}".split()
     python("train.py", *flags, "--eval-data", "")
-    steps = read(folder / "metrics.jsonl")
+    steps = rows_of(folder / "metrics.jsonl")
     groups = [m["rollout/groups_finished"] for m in steps]
     flat = [m["rollout/zero_variance_share"] * m["rollout/groups_finished"] for m in steps]
     return sum(flat) / sum(groups), sum(groups)
 
 
 def main():
+    """Command line entry."""
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         run = Path(sys.argv[1]) if len(sys.argv) > 1 else scratch / "run"
@@ -67,7 +69,7 @@ def main():
             python("train.py", *TRAIN.split(), "--output-dir", run)
         policy = lambda step: run / f"checkpoints/step_{step:06d}/policy"
         raw, target = scratch / "raw.jsonl", policy(20)
-        rows = plant(read(ROOT / "assets/train.jsonl"), random.Random(0))
+        rows = plant(rows_of(ROOT / "assets/train.jsonl"), random.Random(0))
         raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
         wrong = sum(row["label"] != row["true"] for row in rows)
         lines = [f"{len(rows)} problems, {wrong} wrong labels"]
@@ -77,7 +79,7 @@ def main():
             samples = 16 if auditor == policy(80) else 0  # only its output is trained on
             flags = f"--model {target} --audit-model {auditor} --data {raw} --samples {samples}"
             python("curate.py", *flags.split(), "--max-pass-rate", 0.85, "--output", output)
-            dropped = read(output.with_suffix(".dropped.jsonl"))
+            dropped = rows_of(output.with_suffix(".dropped.jsonl"))
             doubtful = [row for row in dropped if row["reason"] == "doubtful_label"]
             caught = sum(row["label"] != row["true"] for row in doubtful) / wrong
             lost = sum(row["label"] == row["true"] for row in doubtful) / (len(rows) - wrong)
@@ -85,7 +87,7 @@ def main():
                 f"audit by {name:8} caught {caught:.3f} of the wrong labels, "
                 f"lost {lost:.3f} of the good ones"
             )
-        kept = read(output)
+        kept = rows_of(output)
         left = sum(row["label"] != row["true"] for row in kept)
         lines.append(f"{len(kept)} rows written, {left} of them wrong")
         before, groups = zero_variance(raw, target, scratch / "before")

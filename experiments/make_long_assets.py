@@ -65,6 +65,7 @@ def draw_problem(rng, steps):
 
 
 def write_prompt(start, first, last):
+    """A countdown as the model reads it: `4 17: 14:`."""
     return f"{start} {first}: {last}:"
 
 
@@ -156,6 +157,7 @@ def train(model, batches, updates, stage):
 
 
 def main():
+    """Command line entry."""
     parser = argparse.ArgumentParser(description="Make the long task and its tiny base model.")
     parser.add_argument("--check", action="store_true", help="compare the committed problems")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model")

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import HashGrader, metrics, run, same, weights
+from helpers import read_metrics as metrics
+from helpers import same, weights
+from helpers import train_run as run
 
 import train
 from data import DataOrder
@@ -23,10 +25,7 @@ from run.state import State
 FLAGS = "--num-critic-only-steps 1 --save-every 1 --keep-checkpoints 0".split()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 @pytest.fixture

@@ -4,16 +4,14 @@ import json
 import math
 import re
 from dataclasses import asdict, fields
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 import curate
 import eval
 from algorithms import ALGORITHMS
 from config import CHOICES, Config, ConfigError, contains, parse
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_kebab_and_snake_flags_and_negated_booleans():

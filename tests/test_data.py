@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from config import ROOT, read_recipe
+from config import read_recipe
 from data import DataOrder, Problem, Rollout, length_mask, pack, partition, to_batch
 from problems import (
     load_problems,

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from helpers import ROOT
 
-from config import ROOT
 from experiments import long_oracle
 from experiments.make_long_assets import RESULTS
 

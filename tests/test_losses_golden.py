@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mask_of
 
 import algorithms
 import kernels
@@ -47,10 +48,6 @@ def pad(rows, dtype=torch.float32, fill=math.nan):
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=dtype)
     return out
-
-
-def mask_of(lengths):
-    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def split(flat, lengths):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import mask_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +28,6 @@ OFF_POLICY = {
 
 def rand(*shape, seed=0, dtype=F64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def mask_of(lengths, width=None):
-    return torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def grad_of(loss, x):

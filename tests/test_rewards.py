@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from test_train import HashGrader, metrics, same, weights
-from test_train import run as train_run
-from test_verify_pool import gone_within
+from helpers import HashGrader, gone_within, grade_by_hash, same, train_run, weights
+from helpers import read_metrics as metrics
 
 import rewards
 import rollout
@@ -32,9 +31,7 @@ from verify import Verdict
 code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no sandbox here")
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -401,12 +398,12 @@ def session(pid):
         ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
     ],
 )
-def test_resources_are_bounded_and_nothing_survives(source, reason):
+def test_resources_are_bounded_and_nothing_survives(source, reason, timed):
     assert grade_program("print(2 * int(input()))").correct
     launcher, start = rewards._child.process.pid, time.monotonic()
     verdict = grade_program(source, seconds=0.3)
     assert not verdict.correct and reason in (verdict.reason, None)
-    assert time.monotonic() - start < 4  # at most 1 s, and more on a busy machine
+    assert time.monotonic() - start < 4 or not timed  # at most 1 s, and more on a busy machine
     assert session(launcher) == {launcher}
     assert grade_program("print(2 * int(input()))").correct
 
@@ -712,7 +709,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
 
 
 def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    grade_by_hash(monkeypatch)
     flags = "--algorithm grpo --reward random --steps".split()
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)

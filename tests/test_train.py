@@ -10,11 +10,13 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT, SMALL, HashGrader, largest_difference, same, weights
+from helpers import read_metrics as metrics
+from helpers import train_run as run
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,66 +28,7 @@ from model import Transformer
 from run.optimizer import make_optimizers, optimizer_step
 from verify import Verdict
 
-ROOT = Path(__file__).parent.parent
-SMALL = "--prompts-per-step 3 --group-size 4 --max-response-tokens 16 --log-samples -1".split()
-
-
-class HashGrader:
-    """About half of all responses are right, whatever the model says: mixed groups from an
-    untrained model.
-    """
-
-    def __init__(self, num_workers, timeout_s):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, response, label, think="auto", kind="math"):
-        future = Future()
-        correct = sum(response.encode()) % 2 == 0
-        future.set_result(Verdict(correct, "ok" if correct else "wrong", None))
-        return future
-
-
-@pytest.fixture
-def mixed_rewards(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch, request):
-    if "figures" not in request.keywords:
-        monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
-
-
-def run(folder, *flags, model=None):
-    """Train in this process; returns the rows of metrics.jsonl by step."""
-    base = ["--output-dir", str(folder), "--eval-data", "", *SMALL]
-    train.main([*base, *(["--model", str(model)] if model else []), *map(str, flags)])
-    return metrics(folder)
-
-
-def metrics(folder):
-    return {
-        row["step"]: row
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    }
-
-
-def weights(folder, step, part="policy"):
-    return load_file(folder / "checkpoints" / f"step_{step:06d}" / part / "model.safetensors")
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 # ---- the method

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import ROOT, SMALL, HashGrader, metrics, run, same, weights
+from helpers import ROOT, SMALL, HashGrader, same, weights
+from helpers import read_metrics as metrics
+from helpers import train_run as run
 
 import train
 from run import alarms
@@ -21,10 +23,7 @@ from run.signals import handle_signals
 LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 # ---- signals
