@@ -109,7 +109,7 @@ def vapo_advantages(
 
 
 def reinforce(logprobs, log_ratio, advantages, **_):
-    """A log pi: no ratio and no clip, so it is right on the first update of a batch only."""
+    """A log pi: no ratio and no clip, so it is right only for the first update on a batch."""
     return advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
@@ -122,6 +122,7 @@ def cispo(logprobs, log_ratio, advantages, *, clip_low, clip_high, **_):
 
 def sapo(log_ratio, advantages, *, sapo_tau_pos, sapo_tau_neg, **_):
     """(4 / tau) sigmoid(tau (rho - 1)) A, SAPO (2511.20347): a soft gate instead of a clip."""
+    # 4 / tau makes the gradient that of rho A at rho = 1, whatever tau is.
     tau = torch.where(advantages > 0, advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
     return 4 / tau * gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
@@ -133,6 +134,7 @@ def gmpo(log_ratio, advantages, mask, *, clip_low, clip_high, **_):
     clip_low and clip_high bound the log-ratio here, not the ratio.
     """
     bounded = log_ratio.clamp(-clip_low, clip_high)
+    # As in PPO's min: a token that has moved against its advantage is never held back.
     one_sided = torch.where(
         advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
     )
@@ -162,6 +164,7 @@ def covariance_mask(
     Taken over the global batch before the update, so micro-batches do not matter. The paper draws
     Clip-Cov tokens at random from a window of covariances; the largest need no random numbers.
     """
+    # d entropy / d step = -Cov(log pi, A) to first order (2505.22617).
     logp, adv = old_logprobs[mask].double(), advantages[mask].double()
     covariance = (logp - logp.mean()) * (adv - adv.mean())
     count = min(math.ceil(fraction * covariance.numel()), covariance.numel())
@@ -254,6 +257,7 @@ def row(
     return algorithm
 
 
+# Defaults of every row that does not say otherwise.
 # fmt: off
 COMMON = dict(
     aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2, dual_clip=None,

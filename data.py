@@ -124,8 +124,8 @@ class DataOrder:
         return {name: getattr(self, name) for name in ("drawn", "tried", "solved", "digests")}
 
     def load_state_dict(self, state: dict[str, Any]) -> set[int]:
-        """Go on from `state_dict`, with as many problems; returns the places that hold another one
-        than then, of which nothing is known.
+        """Go on from `state_dict`, with as many problems; returns the places that now hold another
+        problem, of which nothing is known yet.
         """
         if len(state["tried"]) != self.num_problems:
             raise ValueError(
@@ -134,9 +134,10 @@ class DataOrder:
             )
         then = state.get("digests", ())  # checkpoints of earlier versions have none
         changed = {i for i, (a, b) in enumerate(zip(then, self.digests, strict=False)) if a != b}
-        still = lambda counts: [0 if i in changed else n for i, n in enumerate(counts)]
         self.drawn = state["drawn"]
-        self.tried, self.solved = still(state["tried"]), still(state["solved"])
+        self.tried, self.solved = list(state["tried"]), list(state["solved"])
+        for index in changed:
+            self.tried[index], self.solved[index] = 0, 0.0
         return changed
 
 

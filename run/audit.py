@@ -5,6 +5,9 @@ tells problems apart and how well it tells responses to the same problem apart. 
 explains how to read each number.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,14 +34,13 @@ def audit(
     auc, pairs = within_group_auc(at, right, group_ids)
     lengths = mask.sum(1, keepdim=True).double()
     length_auc, _ = within_group_auc(-lengths, right, group_ids)
-    # All members of a group start in the same state: one of them speaks for V(s_0).
+    # All members of a group start in the same state, so V(s_0) of the first is that of all.
     members = [group_ids == g for g in range(int(group_ids.max()) + 1)]
     starts = torch.stack([at[m, 0][0] for m in members])
     rates = torch.stack([right[m].double().mean() for m in members])
-    # Only mixed groups, all alike, so that a gap is what V knows beyond the problem.
+    # Only groups with right and wrong members, each with the same weight: the gap between the two
+    # curves is what V knows beyond the problem.
     mixed = [m for m in members if right[m].any() and not right[m].all()]
-    nothing = torch.full((11,), torch.nan)
-    along = lambda who: torch.stack([at[m & who].mean(0) for m in mixed] or [nothing]).mean(0)
     between, within = explained_variance_split(live, outcomes, owners)
     numbers = {
         "v_mean": live.mean(),
@@ -60,11 +62,20 @@ def audit(
         "auc": auc.tolist(),
         "pairs": pairs,
         "length_auc": float(length_auc[0]),
-        "v_right": along(right).tolist(),
-        "v_wrong": along(~right).tolist(),
+        "v_right": mean_curve(at, [m & right for m in mixed]),
+        "v_wrong": mean_curve(at, [m & ~right for m in mixed]),
         "mixed": len(mixed),
     }
     return {name: float(x) for name, x in numbers.items()}, curves
+
+
+def mean_curve(at: Tensor, members: Sequence[Tensor]) -> list[float]:
+    """Mean over groups of the mean V of their `members` (N,) at each tenth of a response, `at`
+    (N, 11); NaN without groups.
+    """
+    if not members:
+        return [math.nan] * at.shape[1]
+    return torch.stack([at[m].mean(0) for m in members]).mean(0).tolist()
 
 
 def explained_variance(values: Tensor, outcomes: Tensor) -> float:
