@@ -40,6 +40,7 @@ def alarms(
             "every response (100%) was cut off; raise --max-response-tokens or check the model's "
             "stop ids."
         )
+    # A head of weight 0 that never moved, or a V that is the same everywhere.
     stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
     if m["critic/updates"] > 1 and stuck:
         found["dead_critic"] = (
@@ -73,10 +74,12 @@ def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence
             f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
             "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
         )
+    # A policy that learns to write what cannot be read shows as a share that rises, not a high one.
     share = metrics["rollout/undecided_share"]
     responses = max(metrics["rollout/groups_finished"] * group_size, 1)
     earlier = [x for x in earlier if math.isfinite(x)]
     usual = statistics.mean(earlier) if len(earlier) >= 5 else 1.0
+    # Three standard errors of a binomial share: a small step alone scatters that much.
     risen = share > usual + 0.02 + 3 * math.sqrt(usual * (1 - usual) / responses)
     if not risen and not share > 0.2:
         return ""

@@ -132,7 +132,7 @@ def save(run: Run, state: State) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         reason = failure or "rank 0 says why"
         raise OSError(f"checkpoint {final} could not be written: {reason}. Is the disk full?")
-    if distributed.rank() == 0 and keep:
+    if distributed.rank() == 0 and keep:  # only now: the new one is complete
         for old in files.checkpoints(folder)[:-keep]:
             remove(old)
 
@@ -153,6 +153,7 @@ def parts(run: Run, state: State) -> Iterator[Callable[[Path], None]]:
     """Gather the parts of a checkpoint over the ranks, one model at a time; each as the function
     that writes it into a directory.
     """
+    # One model at a time: host memory never holds both with their moments.
     trainer_state = position(state)
     for name, key in (("policy", "optimizer"), ("critic", "critic_optimizer")):
         model, optimizers = state.part(name)
@@ -177,6 +178,7 @@ def publish(scratch: Path) -> None:
     files = sorted(file for file in scratch.rglob("*") if file.is_file())
     sums = {str(file.relative_to(scratch)): [file.stat().st_size, crc32(file)] for file in files}
     (scratch / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
+    # Directories too: a name that is not flushed is lost with the power.
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     scratch.rename(scratch.with_name(scratch.name.removeprefix("tmp_")))

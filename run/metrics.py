@@ -51,12 +51,13 @@ class Sums:
         """Count one optimizer step, which all ranks take together: the divisor of the loss and of
         the norm.
         """
+        # Every rank adds its share, because `means` sums over ranks and the norm is global already.
         share = 1 / distributed.world_size()
         self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
 
     def means(self) -> dict[str, float]:
         """Quotients over all ranks; NaN where nothing was counted."""
-        names = sorted(self.pairs)
+        names = sorted(self.pairs)  # the same order on every rank, or sums would be of other things
         total = distributed.sum_on_device([self.pairs[n] for n in names])
         return {n: a / b if b else math.nan for n, (a, b) in zip(names, total, strict=True)}
 
@@ -125,6 +126,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
     ended = [r for group in collected.finished for r in group]
     groups = [[r.reward for r in group] for group in collected.finished]
     signal = group_signal(groups)
+    # NaN, not 0, for the mean of nothing: a step without a kept group has no kept length.
     reasons = Counter(r.reason for r in ended)
     spreads = [max(r.weight_versions) - min(r.weight_versions) for r in kept]
     metrics = {
@@ -164,6 +166,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
 def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     """Metrics of graded groups of one size n: accuracy, and pass@k for each power of two k <= n."""
     ended, n = [r for group in groups for r in group], len(groups[0])
+    # A share of tests passed (code) is not a solution: only 1 counts for pass@k.
     right = [sum(r.correct == 1 for r in group) for group in groups]
     metrics = {"accuracy": mean([r.correct for r in ended])}
     for k in (2**i for i in range(n.bit_length())):
@@ -210,6 +213,7 @@ def write_audit(
     """Append the curves of the step to audit.jsonl; returns its numbers. `mask`: the trained
     tokens; a run without a critic (values None) has the advantages alone.
     """
+    # Where in a response the learning signal sits: with a wrong lambda all of it is at the end.
     shares = position_share(advantages, mask, batch.response_lengths)
     numbers, curves = {}, {"advantage_share": shares}
     if values is not None:
@@ -296,6 +300,7 @@ def size_up_to(file: Path, step: int) -> int:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
+                # Without its end, the line was being written when the run was killed.
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError) as error:

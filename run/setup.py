@@ -55,6 +55,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
     if concern := plan.concern(shape, config, device, ranks, distributed.ranks_here()):
         print0(f"WARNING: {concern}", file=sys.stderr)
+    # From here on the disk is written to; all that could be refused has been.
     open_run_directory(folder)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
@@ -197,6 +198,7 @@ def build_state(
     if ALGORITHMS[config.algorithm].critic:
         state.critic = prepare(load_critic(model_folder, saved, config), device, config)
         state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
+    # After the optimizers were made: their hyper-parameters are those of the flags, not the saved.
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, copy)
