@@ -175,7 +175,7 @@ class Config:
             )
         row = algorithms[self.algorithm]
         # A quarter of a short run, so that `--steps 2` needs no second flag.
-        defaults = COMMON | {"num_critic_only_steps": min(4, self.steps // 4)} | row.defaults
+        defaults = {"num_critic_only_steps": min(4, self.steps // 4)} | row.defaults
         config = replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
         check_values(config)
         reward_weights(config.reward_mix)
@@ -259,15 +259,6 @@ OF_CRITIC = "value_clip critic_updates_per_step critic_sees_penalty".split()
 # what is saved.
 FIXED_ON_RESUME = """algorithm model data prompt_key label_key prompt_suffix max_prompt_tokens think
     seed group_size reward reward_mix optimizer""".split()
-# What a field left at None is in every row that does not say otherwise.
-COMMON = {
-    "group_size": 8,
-    "dynamic_sampling": True,
-    "critic_updates_per_step": 1,
-    "value_clip": 0.2,
-    "is_low": 0.5,
-    "is_high": 5.0,
-}
 
 
 def check_values(options: Any) -> None:

@@ -319,6 +319,6 @@ def load_optimizer_state(
         group.update(setting)
 
 
-def grad_norm(module: nn.Module, max_norm: float) -> float:
-    """Clip the global gradient norm of all ranks to `max_norm`; returns the norm before."""
-    return float(full(nn.utils.clip_grad_norm_(module.parameters(), max_norm)))
+def grad_norm(module: nn.Module) -> Tensor:
+    """Global gradient norm of all ranks, a scalar; sharded like the gradients, see `full`."""
+    return nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)

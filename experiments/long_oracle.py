@@ -16,6 +16,7 @@ import train
 from assets.make_assets import chat_prompt
 from experiments.make_long_assets import BASE, LONGEST, RESULTS, write_prompt, write_response
 from model import packed_attention, segment_positions
+from run.state import Run, State
 
 MOST_STEPS = 40  # longer chains do not fit into 128 tokens
 
@@ -97,17 +98,16 @@ def score_oracle(policy, tokenizer, batch) -> Tensor:
     return values
 
 
-def main():
+def main() -> None:
     """train.main with V computed, and no critic to update."""
-    learn = train.learn
+    step = train.train_step
 
-    def learn_with_oracle(run, state, collected, clock):
-        train.score_critic = lambda _, batch, __: score_oracle(
-            state.policy, state.sampler.tokenizer, batch
-        )
-        return learn(run, state, collected, clock)
+    def step_with_oracle(run: Run, state: State) -> dict[str, float] | None:
+        tokenizer = state.sampler.tokenizer
+        train.score_critic = lambda _, batch, __: score_oracle(state.policy, tokenizer, batch)
+        return step(run, state)
 
-    train.learn, train.update_critic = learn_with_oracle, lambda *_: {}
+    train.train_step, train.update_critic = step_with_oracle, lambda *_: {}
     train.main()
 
 

@@ -128,6 +128,13 @@ def tokens(rollouts):
     return [r.response_ids for r in rollouts]
 
 
+def policy_logprobs(policy, micro_batch, temperature=1.0):
+    """(R, T) log-probs of the responses of a packed micro-batch, zero outside its mask."""
+    mb = micro_batch
+    logprobs, _ = policy(mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, temperature)
+    return mb.unpack(logprobs)
+
+
 # ---- kernels that need a GPU
 
 

@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import distributed
 import train
 from algorithms import ALGORITHMS
-from run.optimizer import leave
+from run.optimizer import offload
 
 FLAGS = "--prompts-per-step=3 --group-size=4 --max-response-tokens=16 --steps=3 --eval-data= "
 FLAGS += "--num-critic-only-steps=1 --critic-lr-warmup-steps=0"
@@ -87,7 +87,7 @@ def test_leaving_takes_every_weight_and_moment_along(random_tiny_model, tmp_path
     monkeypatch.setattr("run.optimizer.HOST", torch.device("meta"))
     config.offload = "idle"
     for model, optimizers in state.trained:
-        leave(model, optimizers, config)
+        offload(model, optimizers, config)
         assert all(p.is_meta for p in model.parameters())
         (optimizer,) = optimizers
         moments = [x for s in optimizer.state.values() for x in s.values() if x.ndim]

@@ -23,6 +23,7 @@ from algorithms import ALGORITHMS
 from config import Config, ConfigError, reward_weights
 from data import Problem, Rollout, to_batch
 from problems import load_problems, load_tokenizer
+from run import alarms
 from run import metrics as run_metrics
 from sampler.sampling import response_key
 from verify import Verdict
@@ -763,7 +764,7 @@ def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
 def test_a_rising_share_of_undecided_verdicts_is_said_with_its_number():
     def alarm(share, responses, earlier):
         metrics = {"rollout/undecided_share": share, "rollout/groups_finished": responses / 8}
-        return run_metrics.verifier_alarm(metrics, 8, earlier)
+        return alarms.verifier_alarm(metrics, 8, earlier)
 
     assert not alarm(0.0, 480, []) and not alarm(0.1, 480, [0.1] * 20)
     assert "25.0%" in alarm(0.25, 480, [0.25] * 20)

@@ -7,7 +7,14 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import LengthGrader, WordTokenizer, collect_config, flash_attn_stand_in, tokens
+from helpers import (
+    LengthGrader,
+    WordTokenizer,
+    collect_config,
+    flash_attn_stand_in,
+    policy_logprobs,
+    tokens,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -15,7 +22,6 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 import distributed
 import rollout
 from data import DataOrder, Problem, Rollout, pack
-from forward import forward_policy
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
 from sampler import graphs, kvcache
@@ -379,7 +385,7 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(random_tiny_model):
     )
     assert {i for r in rollouts for i in r.response_ids} == set(range(20))
     mb = pack(rollouts, range(len(rollouts)))
-    logprobs, _ = forward_policy(model, mb, 1.0)
+    logprobs = policy_logprobs(model, mb, 1.0)
     stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
     assert (logprobs - stored).abs().max() < 1e-5
 
@@ -412,7 +418,7 @@ def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_sl
         )  # ragged, so slots were reused at odd times
         mb = pack(rollouts, range(len(rollouts)))
         with torch.no_grad():
-            logprobs, _ = forward_policy(model, mb, temperature)
+            logprobs = policy_logprobs(model, mb, temperature)
         stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
         assert (logprobs - stored).abs().max() < 1e-5
 

@@ -17,7 +17,8 @@ from helpers import read_metrics as metrics
 from helpers import train_run as run
 
 import train
-from run import metrics as run_metrics
+from run import alarms
+from run.signals import handle_signals
 
 LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
@@ -135,7 +136,7 @@ def test_a_signal_in_the_middle_of_a_print_is_no_reentrant_call(monkeypatch, cap
         flush = write
 
     state = SimpleNamespace(stop=False, sampler=SimpleNamespace(interrupted=False))
-    with train.handle_signals(state, train.Config()), monkeypatch.context() as patch:
+    with handle_signals(state, train.Config()), monkeypatch.context() as patch:
         for stream in ("stdout", "stderr"):
             patch.setattr(sys, stream, Busy())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -370,7 +371,7 @@ def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
     grpo, match = ["--algorithm", "grpo"], "policy is not finite in step 2: 1 tokens"
     file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
-    (row,) = (~torch.isfinite(saved["given"]["advantages"])).any(1).nonzero()[0].tolist()
+    (row,) = (~torch.isfinite(saved["tensors"]["advantages"])).any(1).nonzero()[0].tolist()
     train.main(["--replay", str(file)])
     output = capsys.readouterr().out
     who = saved["rollouts"][row]
@@ -445,7 +446,7 @@ def test_a_replay_that_is_finite_says_so(random_tiny_model, tmp_path):
     grpo, match = ["--algorithm", "grpo"], "not finite"
     file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
-    saved["given"]["advantages"].nan_to_num_()
+    saved["tensors"]["advantages"].nan_to_num_()
     torch.save(saved, file)
     with pytest.raises(SystemExit, match="did not come back"):
         train.main(["--replay", str(file)])
@@ -490,7 +491,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
     found = HEALTHY | change
     empty = 0 if found["rollout/groups_kept"] else 1
     state = SimpleNamespace(step=9, empty_steps=empty, start_entropy=0.4)
-    raised = run_metrics.alarms(state, train.Config(group_size=8), found, [])
+    raised = alarms.alarms(state, train.Config(group_size=8), found, [])
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("WARNING step 9: ") and all(word in line for word in words)
     assert [key for key, value in raised.items() if value] == [f"alarm/{name}"]
@@ -507,7 +508,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
 )
 def test_the_mismatch_alarm_blames_old_weights_where_a_run_has_them(options, named):
     """Precision alone was blamed, and that is rarely the cause under either option."""
-    sentence = run_metrics.mismatch_alarm(0.2, train.Config(**options))
+    sentence = alarms.mismatch_alarm(0.2, train.Config(**options))
     flags = {"--async-steps", "--partial-rollout"}
     assert {flag for flag in flags if flag in sentence} == set(named)
     assert ("Older weights" in sentence) == bool(named) and "--dtype float32" in sentence
