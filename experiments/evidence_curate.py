@@ -1,4 +1,4 @@
-"""Does the curation work? `make curate-evidence`, or with a run that is there:
+"""Does the curation work? `make curate-evidence`, or with a run that exists already:
 
     python -m experiments.evidence_curate [RUN]
 
@@ -37,15 +37,14 @@ def plant(problems, rng):
     """Problems of a skewed mix, 15 % of them with another digit as label; `true` keeps the right
     one.
     """
-    by_length = lambda lengths: [p for p in problems if p["steps"] in lengths]
-    short = round(ROWS * SHORT_SHARE)
-    rows = rng.sample(by_length(SHORT), short) + rng.sample(by_length(LONG), ROWS - short)
+    short, long = ([p for p in problems if p["steps"] in steps] for steps in (SHORT, LONG))
+    count = round(ROWS * SHORT_SHARE)
+    rows = [dict(row) for row in rng.sample(short, count) + rng.sample(long, ROWS - count)]
     wrong = set(rng.sample(range(ROWS), round(ROWS * WRONG_SHARE)))
-    other = lambda label: str((int(label) + rng.randint(1, 9)) % 10)
-    rows = [
-        row | {"true": row["label"], "label": other(row["label"]) if i in wrong else row["label"]}
-        for i, row in enumerate(rows)
-    ]
+    for i, row in enumerate(rows):
+        row["true"] = row["label"]
+        if i in wrong:
+            row["label"] = str((int(row["label"]) + rng.randint(1, 9)) % 10)
     rng.shuffle(rows)
     return rows
 
@@ -67,16 +66,16 @@ def main():
         run = Path(sys.argv[1]) if len(sys.argv) > 1 else scratch / "run"
         if not run.exists():
             python("train.py", *TRAIN.split(), "--output-dir", run)
-        policy = lambda step: run / f"checkpoints/step_{step:06d}/policy"
-        raw, target = scratch / "raw.jsonl", policy(20)
+        target, middle, last = (run / f"checkpoints/step_{s:06d}/policy" for s in (20, 40, 80))
+        raw = scratch / "raw.jsonl"
         rows = plant(rows_of(ROOT / "assets/train.jsonl"), random.Random(0))
         raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
         wrong = sum(row["label"] != row["true"] for row in rows)
         lines = [f"{len(rows)} problems, {wrong} wrong labels"]
-        auditors = {"base": ROOT / "assets/tiny-base", "step 40": policy(40), "step 80": policy(80)}
+        auditors = {"base": ROOT / "assets/tiny-base", "step 40": middle, "step 80": last}
         for name, auditor in auditors.items():
             output = scratch / f"{name.replace(' ', '-')}.jsonl"
-            samples = 16 if auditor == policy(80) else 0  # only its output is trained on
+            samples = 16 if auditor == last else 0  # only its output is trained on
             flags = f"--model {target} --audit-model {auditor} --data {raw} --samples {samples}"
             python("curate.py", *flags.split(), "--max-pass-rate", 0.85, "--output", output)
             dropped = rows_of(output.with_suffix(".dropped.jsonl"))
