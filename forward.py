@@ -17,7 +17,7 @@ from model import Transformer
 
 OBJECTIVE_OPTIONS = (
     "ratio_level clip_low clip_high dual_clip sapo_tau_pos sapo_tau_neg opsm_delta "
-    "entropy_control cov_kl_coef kl_coef kl_estimator entropy_coef"
+    "entropy_control kl_coef kl_estimator entropy_coef"
 ).split()
 
 

@@ -217,8 +217,6 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
             batch.response_lengths,
             batch.group_ids,
             weight=config.length_reward_weight,
-            min_spread=config.length_reward_min_spread,
-            min_longest=config.length_reward_min_longest,
         )
     on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
     return on_last(actor), on_last(critic)
@@ -394,7 +392,7 @@ def catch_up(run: Run, state: State, metrics_file: Path) -> None:
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature, within --eval-top-p and the like: the
+    """Held-out accuracy at the training temperature, within --eval-top-p: the
     verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if
     SIGTERM cut it short.
     """
@@ -408,7 +406,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         temperature=config.temperature,
         think=config.think,
         seed=config.seed,
-        truncation=Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
+        truncation=Truncation(config.eval_top_p),
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}

@@ -34,7 +34,7 @@ def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
         {"params": [p for n, p in rest if not decayed(n, p)], "weight_decay": 0.0},
     ]
     betas = config.adam_beta1, config.adam_beta2
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8)
     if config.optimizer == "adamw":
         return [adamw]
     matrices = [p for n, p in named if is_muon(n, p)]

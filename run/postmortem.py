@@ -12,7 +12,7 @@ from torch import Tensor
 
 import distributed
 import files
-from config import Config
+from config import Config, without_removed
 from data import Batch, Problem, Rollout, to_batch
 from distributed import print0
 from forward import LOSSES, forward_critic, forward_policy, micro_batches, of_rows
@@ -66,7 +66,8 @@ def replay(file: Path, device: torch.device, dtype: str) -> None:
     finite: weights, then inputs and outputs by response, then gradients. dtype: auto is the run's.
     """
     saved = read_saved(file, device)
-    config, part, given = Config(**saved["config"]), saved["part"], saved["given"]
+    config = Config(**without_removed(saved["config"], str(file)))
+    part, given = saved["part"], saved["given"]
     compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
     if part == "policy":

@@ -184,7 +184,6 @@ def begin(
         config.slots,
         tokenizer,
         kv_cache_tokens=cache_bound(whole.config, config, device),
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
         cuda_graphs=config.cuda_graphs,
     )
     state = State(
@@ -195,7 +194,6 @@ def begin(
             len(problems),
             config.seed,
             config.max_pass_rate,
-            config.failure_weighted,
             [p.digest for p in problems],
         ),
         reference=reference,
