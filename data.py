@@ -65,11 +65,10 @@ class Rollout:
 class DataOrder:
     """Endless, resumable order of the problems, from the number of draws and what became of them.
 
-    By default a shuffle: epoch e visits every problem once, in the order of seed + e.
+    A shuffle: epoch e visits every problem once, in the order of seed + e.
     `max_pass_rate` leaves out problems solved at least that often so far (no-positive-resampling,
-    ScaleRL 2510.13786), unless that would leave none. `failure_weighted` draws with replacement in
-    proportion to 1 - pass rate instead. A problem not yet tried counts as never solved.
-    `digests`, one per problem, tell after a resume which are still in their place.
+    ScaleRL 2510.13786), unless that would leave none. A problem not yet tried counts as
+    never solved. `digests`, one per problem, tell after a resume which are still in their place.
     """
 
     def __init__(
@@ -77,22 +76,21 @@ class DataOrder:
         num_problems: int,
         seed: int,
         max_pass_rate: float | None = None,
-        failure_weighted: bool = False,
         digests: Sequence[int] = (),
     ):
         self.num_problems, self.seed, self.digests = num_problems, seed, list(digests)
-        self.max_pass_rate, self.failure_weighted = max_pass_rate, failure_weighted
+        self.max_pass_rate = max_pass_rate
         self.drawn = 0
         self.tried, self.solved = [0] * num_problems, [0.0] * num_problems
         self._epoch, self._order = -1, []
 
     def draw(self) -> tuple[int, int]:
         """(number of the draw, index of the problem)."""
-        index = self._weighted() if self.failure_weighted else self._next()
+        index = self._next()
         for _ in range(2 * self.num_problems):  # as far apart as two visits may be
             if self.max_pass_rate is None or self.pass_rate(index) < self.max_pass_rate:
                 break
-            index = self._weighted() if self.failure_weighted else self._next()
+            index = self._next()
         return self.drawn - 1, index
 
     def _next(self) -> int:
@@ -102,13 +100,6 @@ class DataOrder:
             random.Random(self.seed + epoch).shuffle(self._order)
         self.drawn += 1
         return self._order[position]
-
-    def _weighted(self) -> int:
-        # 1e-3: a problem solved every time is still looked at now and then, it may be unlearnt.
-        weights = [1 - self.pass_rate(i) + 1e-3 for i in range(self.num_problems)]
-        generator = random.Random(f"{self.seed}:{self.drawn}")
-        self.drawn += 1
-        return generator.choices(range(self.num_problems), weights)[0]
 
     def pass_rate(self, index: int) -> float:
         """Mean raw reward of a problem so far, 0 if it was never tried."""

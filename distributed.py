@@ -50,6 +50,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
+def launched_rank() -> int:
+    """The rank that a launcher gave this process, known before `init`; 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:

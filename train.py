@@ -202,8 +202,6 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
             batch.response_lengths,
             batch.group_ids,
             weight=config.length_reward_weight,
-            min_spread=config.length_reward_min_spread,
-            min_longest=config.length_reward_min_longest,
         )
     mask = batch.response_mask
     return losses.terminal_reward(actor.float(), mask), losses.terminal_reward(critic.float(), mask)

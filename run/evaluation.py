@@ -18,8 +18,8 @@ def evaluation_is_due(run: Run, state: State) -> bool:
 
 
 def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature: the verifier's mean score over all samples of
-    all problems, whatever --reward trains on. Empty if SIGTERM cut it short.
+    """Held-out accuracy at the training temperature, within --eval-top-p: the verifier's mean score
+    over all samples of all problems, whatever --reward trains on. Empty if SIGTERM cut it short.
     """
     config, start = run.config, time.perf_counter()
     groups = rollout.evaluate(
@@ -31,7 +31,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         temperature=config.temperature,
         think=config.think,
         seed=config.seed,
-        truncation=Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
+        truncation=Truncation(config.eval_top_p),
     )
     if distributed.any_rank(state.sampler.interrupted):
         return {}

@@ -41,7 +41,7 @@ def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
         ],
         lr=lr,
         betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
+        eps=1e-8,
     )
     if not matrices:
         return [adamw]

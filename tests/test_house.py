@@ -20,7 +20,8 @@ from helpers import ROOT
 
 # A file of the top level by its name, every file of a folder by the folder's.
 LEVELS = dict(
-    losses=0, kernels=0, config=0, distributed=0, files=0,
+    losses=0, kernels=0, distributed=0, files=0,
+    config=0.1,
     algorithms=0.5,
     verifier=1, model=1,
     verify=1.5,

@@ -1,5 +1,6 @@
 """train.py end to end: an untrained model (RTM) with a stand-in grader, and the embedded one."""
 
+import functools
 import json
 import os
 import re
@@ -198,7 +199,7 @@ def test_old_tokens_leave_the_policy_loss_alone_and_staleness_is_bounded(
 
     monkeypatch.setattr(train, "loss_mask", watched)
     flags = "--steps 5 --algorithm grpo --over-sampling 2 --partial-rollout --partial-mask-old "
-    flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9 --eval-top-k 9"
+    flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9"
     rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert any(seen)
     assert sum(row["rollout/groups_resumed"] for row in rows.values()) > 0
@@ -839,7 +840,7 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
     "flags",
     [
         "--overlong-buffer-tokens 8 --overlong-injection-alpha 0.5",
-        "--length-reward-weight 0.5 --length-reward-min-spread 1 --length-reward-min-longest 1",
+        "--length-reward-weight 0.5",
         "--entropy-control clip_cov --cov-fraction 0.2",
         "--entropy-control kl_cov --cov-fraction 0.2 --epochs-per-step 2",
         "--opsm-delta 0.0 --epochs-per-step 2",
@@ -849,9 +850,12 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
     ],
 )
 def test_every_cross_cutting_option_reaches_the_update(
-    flags, random_tiny_model, tmp_path, mixed_rewards
+    flags, random_tiny_model, tmp_path, mixed_rewards, monkeypatch
 ):
     """Same seed, same samples in the first step: only the option can make the weights differ."""
+    # The length reward is for thousands of tokens; the tiny model's responses have sixty.
+    lowered = functools.partial(train.algorithms.length_reward, min_spread=1, min_longest=1)
+    monkeypatch.setattr(train.algorithms, "length_reward", lowered)
     base = "--steps 1 --algorithm grpo --lr 1e-2 --minibatches-per-step 2 --max-response-tokens 60"
     extra = flags.split()
     epochs = extra[extra.index("--epochs-per-step") :][:2] if "--epochs-per-step" in extra else []
