@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation import ContinuousBatchingConfig
 
 os.environ["TQDM_DISABLE"] = "1"
+from kernels.attention import paged_kernel
 from model import Transformer, head_size
 from rollout import Sampler
-from sampler.kvcache import paged_kernel
 
 TINY = dict(vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
             num_attention_heads=4)  # fmt: skip

@@ -16,10 +16,11 @@ from torch import Tensor
 
 import distributed
 from data import Problem, Rollout
+from kernels.attention import paged_kernel
 from model import Transformer, head_size, limit_threads
 from problems import stop_ids, vocabulary_size
 from sampler.graphs import Graphs
-from sampler.kvcache import KVCache, View, paged_kernel
+from sampler.kvcache import KVCache, View
 from sampler.sampling import Truncation, draw, response_key, uniforms
 from sampler.scheduler import Batch, Job
 
@@ -115,7 +116,7 @@ class Sampler:
         # step_of(view) is the step for the rows of that view.
         step_of = Graphs(step, self.slots) if self.cuda_graphs else partial(partial, step)
         left = lambda row: max_new_tokens - len(row.rollout.response_ids)
-        with self.model.packed_weights():
+        with self.model.reordered_weights():
             while not self.interrupted and (more := feed()) is not None:
                 batch.extend(more)
                 if not batch.queue and not batch.rows:

@@ -4,11 +4,9 @@ Memory grows with the tokens that are held, not with slots x longest response, a
 begin alike share the pages of their beginning: a prompt is held, and on a CPU read, once per group.
 """
 
-import inspect
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,10 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
-# attend(layer, q (M, H, d), k (M, KV, d), v (M, KV, d)) -> (M, H, d)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from kernels.attention import Attend, paged_kernel
 
 
 class Part(NamedTuple):
@@ -302,31 +298,3 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
         got = torch.bmm(w.view(len(v), -1, page), v).view(len(part.takers), -1)
         out.index_add_(0, part.takers, got)
     return out[: len(queries)].view(q.shape).to(q.dtype)
-
-
-@cache
-def paged_kernel() -> Callable | None:
-    """kernel(q, keys, values, cu_seqlens, longest, ends, table) of flash-attn, else of torch, else
-    None: causal attention of packed q over pages (P, KV, page, d). CUDA and 16 bits only.
-    """
-    by_token = lambda pages: pages.transpose(1, 2)  # a view: the kernels take any stride but d's
-    if find_spec("flash_attn"):
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-        def kernel(q, keys, values, cu_seqlens, longest, ends, table):
-            keys, values = by_token(keys), by_token(values)
-            if longest == 1:  # splits long sequences over the device
-                lengths = {"cache_seqlens": ends, "block_table": table, "causal": True}
-                return flash_attn_with_kvcache(q[:, None], keys, values, **lengths)[:, 0]
-            reach, cu_ends = table.shape[1] * keys.shape[1], F.pad(ends.cumsum(0), (1, 0)).int()
-            spans = cu_seqlens, cu_ends, longest, reach
-            return flash_attn_varlen_func(q, keys, values, *spans, causal=True, block_table=table)
-
-        return kernel
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return None
-    fixed = {"window_size": (-1, 0), "enable_gqa": True}
-    return lambda q, keys, values, cu_seqlens, longest, ends, table: varlen_attn(
-        q, by_token(keys), by_token(values), cu_seqlens, None, longest,
-        table.shape[1] * keys.shape[2], seqused_k=ends, block_table=table, **fixed,
-    )  # fmt: skip

@@ -18,9 +18,10 @@ import distributed
 import rollout
 from data import DataOrder, Problem, Rollout, pack
 from forward import forward_policy
+from kernels import attention
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
-from sampler import graphs, kvcache
+from sampler import graphs
 from sampler.sampling import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
 from sampler.scheduler import Batch
 from verify import Verdict
@@ -196,14 +197,14 @@ def test_recorded_decode_steps_give_the_tokens_of_the_plain_loop(model, plain, m
     recorded, caches, padding = [], [], set()
     record = lambda function, pool: recorded.append(function) or function
     monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(kvcache, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in())
     monkeypatch.setattr(Sampler, "_needed_for_graphs", lambda self: "")
     new, load = Sampler._new_cache, graphs.Recorded.load
 
     def paged(*args):
         cache = new(*args)
-        cache.kernel = kvcache.paged_kernel.__wrapped__()
+        cache.kernel = attention.paged_kernel.__wrapped__()
         caches.append((cache, cache.keys[0]))
         return cache
 
