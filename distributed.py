@@ -50,6 +50,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
+def host_memory() -> int:
+    """Bytes of memory of this machine, for all its processes together."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:

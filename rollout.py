@@ -341,7 +341,7 @@ def collect(
         collector = Collector(sampler, grader, config, take, progress)
         sampler.run(
             [], config.max_response_tokens, config.temperature, collector.on_finish,
-            feed=collector.feed, problems=problems,
+            next_rollouts=collector.feed, problems=problems,
         )  # fmt: skip
     if not collector.over:  # interrupted: the other ranks are to stop as well
         collector.agree()
