@@ -28,7 +28,7 @@ from config import ROOT
 from data import DataOrder, Problem
 from model import Transformer
 from rollout import Sampler, collect, has_signal
-from sampler import engine
+from sampler import engine, groups
 from sampler.scheduler import Admitted, Scheduler
 from verify import Verdict
 
@@ -93,7 +93,7 @@ class Grader:
 
 
 class Ranks:
-    """Threads in place of the ranks of distributed.py, which they replace in rollout.py."""
+    """Threads in place of the ranks of distributed.py, which they replace for `collect`."""
 
     def __init__(self, count):
         self.count, self.own = count, threading.local()
@@ -160,9 +160,10 @@ def measure(name, zero_variance=0.0, ranks=1):
         return steps, live
 
     engine.Scheduler = StaticBatches if name == "static batches" else Scheduler
-    rollout.distributed = crew = Ranks(ranks)
+    rollout.distributed = groups.distributed = crew = Ranks(ranks)
     results = crew.run(work)
-    engine.Scheduler, rollout.distributed = Scheduler, distributed
+    engine.Scheduler = Scheduler
+    rollout.distributed = groups.distributed = distributed
     steps = results[0][0]  # the same on every rank
     # In a step a rank that has nothing to decode waits for the one with the most decode steps.
     live = []  # for each step and decode step: rows alive on all ranks together

@@ -109,15 +109,15 @@ def flat(group):
 
 def test_a_dropped_group_is_replaced_while_others_decode(monkeypatch):
     """Known fault: a round ran dry to its longest response before the next one started."""
-    in_hand, start = [], rollout.Collector.agree
+    in_hand, exchange = [], rollout.Collector.exchange
 
-    def agree(self):
-        rollouts = start(self)
+    def watched(self):
+        rollouts = exchange(self)
         if not self.over:
             in_hand.append(len(self.kept) + len(self.running))
         return rollouts
 
-    monkeypatch.setattr(rollout.Collector, "agree", agree)
+    monkeypatch.setattr(rollout.Collector, "exchange", watched)
     (step,) = steps_of(monkeypatch, 1, 1, over_sampling=2.0, max_refills=9, prompts_per_step=8)
     assert len(step.groups) == 8 and step.counts["refilled"] == sum(map(flat, step.finished)) > 3
     assert set(in_hand) == {16}
@@ -174,10 +174,10 @@ def test_without_over_sampling_any_number_of_ranks_collects_the_same(monkeypatch
             assert x == y == z
 
 
-@pytest.mark.parametrize("looks", [256, 8])
+@pytest.mark.parametrize("exchanges", [256, 8])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_late_verdicts_change_nothing(monkeypatch, ranks, looks):
-    monkeypatch.setattr(rollout, "LOOKS", looks)
+def test_late_verdicts_change_nothing(monkeypatch, ranks, exchanges):
+    monkeypatch.setattr(rollout, "EXCHANGES", exchanges)
     options = dict(over_sampling=2.0, partial_rollout=True, every=3, max_refills=9, slots=7)
     prompt = steps_of(monkeypatch, ranks, 3, **options)
     late = steps_of(monkeypatch, ranks, 3, grader=SlowGrader, **options)
@@ -211,7 +211,8 @@ def test_a_new_group_goes_to_the_rank_with_the_fewest_running(monkeypatch):
     collector = Collector(None, None, None, None, None, running={0: 0, 1: 0, 2: 1, 3: 2, 4: 2})
     groups = [new_group(PROBLEMS[0], n, seed=0, step=0, size=2) for n in (5, 6, 7)]
     assert [collector.start(Group(g)) for g in groups] == [groups[0], [], groups[2]]
-    assert [collector.running[n] for n in (5, 6, 7)] == [1, 0, 1] and collector.busy == 2
+    assert [collector.running[n] for n in (5, 6, 7)] == [1, 0, 1]
+    assert list(collector.groups) == [5, 7] and collector.is_busy
 
 
 def test_a_rank_without_work_idles_in_the_count_of_steps(monkeypatch):
@@ -244,7 +245,7 @@ LATE = dict(right=often, every=8, slots=40, over_sampling=2.0, max_refills=9)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_with_partial_rollout_every_group_is_trained_or_dropped_once_or_waits(monkeypatch, ranks):
     """Known fault: 60 prompts on 8 ranks finished 64 groups and threw four away in every step."""
-    monkeypatch.setattr(rollout, "LOOKS", 4)
+    monkeypatch.setattr(rollout, "EXCHANGES", 4)
     steps = steps_of(monkeypatch, ranks, 6, partial_rollout=True, **LATE)
     ended = [g for step in steps for g in step.finished]
     waiting = steps[-1].unfinished
