@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from helpers import HashGrader, gone_within, grade_by_hash, same, train_run, weights
-from helpers import read_metrics as metrics
+from helpers import HashGrader, gone_within, grade_by_hash, read_metrics, same, train_run, weights
 
 import rewards
 import rollout
@@ -659,7 +658,9 @@ def majority(*boxes, kind="math"):
 
 
 def test_majority_pays_the_most_frequent_answer_by_value():
-    box = lambda x: f"\\boxed{{{x}}}"
+    def box(x):
+        return f"\\boxed{{{x}}}"
+
     assert majority(box("3"), box("1/2"), box("0.5"), box("\\frac{1}{2}")) == [0, 1, 1, 1]
     assert majority(box("3"), box("4"), box("4"), box("3")) == [1, 0, 0, 1]  # a tie: sample 0 wins
     assert majority(box("7"), box("8"), box("9")) == [1, 0, 0]
@@ -704,7 +705,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
         rows = train_run(tmp_path / name, *flags, model=random_tiny_model)
         assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
     assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
-    a, b = metrics(tmp_path / "a")[1], metrics(tmp_path / "b")[1]
+    a, b = read_metrics(tmp_path / "a")[1], read_metrics(tmp_path / "b")[1]
     assert a["rollout/correct_mean"] == pytest.approx(1 - b["rollout/correct_mean"])
 
 
@@ -714,10 +715,13 @@ def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, mon
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
     train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--steps", "2"])
-    read = lambda folder: [
-        (row["step"], row["sample_index"], row["reward"], row["correct"])
-        for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
-    ]
+
+    def read(folder):
+        return [
+            (row["step"], row["sample_index"], row["reward"], row["correct"])
+            for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+        ]
+
     assert read(tmp_path / "a") == read(tmp_path / "b")
     with pytest.raises(SystemExit, match="--reward was random"):
         train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--reward", "correct"])
