@@ -24,7 +24,7 @@ from run.scores import compare, resamples
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets/tiny-base"
-SOURCES = "verify", "latex", "algebra", "rewards", "sandbox"
+SOURCES = "verify verifier/latex verifier/values verifier/algebra rewards verifier/sandbox".split()
 PROBLEMS = [json.loads(line) for line in open(ROOT / "assets/eval.jsonl")]
 
 

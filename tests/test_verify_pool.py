@@ -16,6 +16,7 @@ import pytest
 
 import verify
 from benchmarks.label_rewrites import pairs
+from verifier import pool
 
 ROOT = Path(__file__).parent.parent
 CASES = [
@@ -29,7 +30,7 @@ SICK = """
 import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 import verify
-real = verify.verify
+from verifier import pool
 def sick(response, label, think="auto"):
     if label == "hang":
         while True:
@@ -49,9 +50,8 @@ def sick(response, label, think="auto"):
         print("a stray line", flush=True)
         os.write(1, b"another\\n")
         sys.stdin.readline()
-    return real(response, label, think)
-verify.verify = sick
-verify.serve()
+    return verify.verify(response, label, think)
+pool.serve({{"math": sick}})
 """
 
 
@@ -59,7 +59,7 @@ verify.serve()
 def sick(tmp_path, monkeypatch):
     script = tmp_path / "sick_verify.py"
     script.write_text(SICK.format(root=str(ROOT)))
-    monkeypatch.setattr(verify, "__file__", str(script))
+    monkeypatch.setattr(verify.Verifier, "script", str(script))
     return script
 
 
@@ -166,7 +166,7 @@ def test_a_worker_stopped_from_outside_is_replaced():
 
 
 def test_workers_are_recycled(sick, monkeypatch):
-    monkeypatch.setattr(verify, "PAIRS_PER_WORKER", 2)
+    monkeypatch.setattr(pool, "PAIRS_PER_WORKER", 2)
     with verify.Verifier(num_workers=1, timeout_s=10) as verifier:
         pids = [verdict.answer for verdict in verifier.score([("", "pid")] * 5)]
     assert pids[0] == pids[1] and pids[2] == pids[3] and len(set(pids)) == 3
@@ -221,7 +221,7 @@ PARENT = """
 import sys, threading, time
 sys.path.insert(0, {root!r})
 import verify
-verify.__file__ = {script!r}
+verify.Verifier.script = {script!r}
 verifier = verify.Verifier(num_workers=1, timeout_s=600)
 print(verifier.submit("", "pid").result().answer, flush=True)
 verifier.submit("", "hang")
@@ -273,7 +273,7 @@ def test_descriptors_above_1023():
 def test_a_worker_that_cannot_start_is_an_error_and_not_a_reward_of_zero(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit(1)")
-    monkeypatch.setattr(verify, "__file__", str(script))
+    monkeypatch.setattr(verify.Verifier, "script", str(script))
     with (
         verify.Verifier(num_workers=1) as verifier,
         pytest.raises(RuntimeError, match="does not start"),
