@@ -258,7 +258,7 @@ def passes(output: str, expected: Any, function: str | None) -> bool:
 
 
 def run_test(source: str, function: str | None, argument: Any, seconds: float) -> tuple[str, str]:
-    """(ending, output) of one test, by the sandbox process of this worker."""
+    """(outcome, output) of one test, by the sandbox process of this worker."""
     try:
         if _child.process is None:
             script = os.path.abspath(sandbox.__file__)
@@ -273,17 +273,17 @@ def run_test(source: str, function: str | None, argument: Any, seconds: float) -
         raise
 
 
-def endings(source: str, tests: dict[str, Any]) -> Iterator[str]:
+def outcomes(source: str, tests: dict[str, Any]) -> Iterator[str]:
     """Yield ok, wrong, crash or slow for each test, up to the one that decides."""
     function, seconds = tests.get("fn_name"), tests.get("seconds", TEST_SECONDS)
     deadline = time.monotonic() + ALL_TESTS * seconds
     for argument, expected in zip(tests["inputs"], tests["outputs"], strict=True):
-        ending, output = run_test(source, function, argument, seconds)
-        if ending == "ok" and not passes(output, expected, function):
-            ending = "wrong"
-        late = ending == "slow" or time.monotonic() > deadline
-        yield "slow" if late else ending
-        if late or (ending != "ok" and tests.get("score") != "fraction"):
+        outcome, output = run_test(source, function, argument, seconds)
+        if outcome == "ok" and not passes(output, expected, function):
+            outcome = "wrong"
+        late = outcome == "slow" or time.monotonic() > deadline
+        yield "slow" if late else outcome
+        if late or (outcome != "ok" and tests.get("score") != "fraction"):
             return
 
 
@@ -311,9 +311,9 @@ def program(response: str, label: str, think: str = "auto") -> Verdict:
     if len(source) > MAX_PROGRAM:
         return Verdict(False, "too_big", None)
     with _lock:
-        found = list(endings(source, tests))
+        found = list(outcomes(source, tests))
     passed, total = found.count("ok"), len(tests["outputs"])
-    reason = next((ending for ending in found if ending != "ok"), "ok")
+    reason = next((outcome for outcome in found if outcome != "ok"), "ok")
     score = passed / total if tests.get("score") == "fraction" else float(passed == total)
     return PartVerdict(passed == total, reason, None, score)
 

@@ -2,11 +2,12 @@
 
 The verifier is the reward. What it wrongly accepts is what the policy learns; what it cannot finish
 ends the run. So nothing here evaluates Python or simplifies symbolically, and nothing is equal "up
-to a tolerance": latex.py reads an answer into a typed value, algebra.py compares values exactly.
+to a tolerance": verifier/latex.py reads an answer into a typed value (verifier/values.py), and
+verifier/algebra.py compares values exactly.
 
     extraction   text after the last </think>; the last box; all boxes there must agree
     verdict      readings of answer and label compared; the reason is for the metrics
-    pool         Verifier: exec'd worker processes with a hard kill, for use in a trainer
+    Verifier     worker processes with a hard kill, for use in a trainer (verifier/pool.py)
 
     python verify.py --cases FILE.jsonl       one JSON verdict per {"response", "label"} line
     python verify.py --audit FILE.jsonl       what a label file will do, before training on it
@@ -104,11 +105,11 @@ def extract(response: str, think: str = "auto") -> Extraction:
             return Extraction(None, "too_big")
         except Unreadable:
             return Extraction(None, "unbalanced")
-        if len(raw) > 2 * MAX_BOXES:
+        if len(raw) > 2 * MAX_BOXES:  # enough to tell a hedge
             break
     if not raw:
         return Extraction(None, "no_box")
-    answer, *others = dict.fromkeys(map(clean, raw))
+    answer, *others = dict.fromkeys(map(clean, raw))  # each text once
     return Extraction(answer, "ok" if answer else "empty", tuple(others))
 
 
@@ -155,8 +156,9 @@ def compare(pred: str, label: str) -> str:
     """The reason (a key of REASONS) for two texts without their wrappings."""
     if not pred or not label:
         return "empty"
-    if pred == label:
+    if pred == label:  # also where nobody can read them: a label \int x dx is matched by itself
         return "ok"
+    # Many labels are plain integers: the same verdict as below, without parsing
     if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in (pred, label)):
         return "ok" if int(pred) == int(label) else "wrong"
     if max(len(pred), len(label)) > MAX_BOX:
@@ -229,8 +231,9 @@ class Verifier(pool.Verifier):
 
 @functools.cache
 def version(*more: str) -> str:
-    """Twelve hex digits that change with the sources of the verifier, and with the files `more`: a
-    label for every number.
+    """Twelve hex digits that change with the sources of the verifier, and with the files `more`.
+
+    Reports show it, because two numbers compare only if one verifier made both.
     """
     digest = hashlib.sha256()
     for source in (__file__, latex.__file__, values.__file__, algebra.__file__, *more):

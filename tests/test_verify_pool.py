@@ -135,7 +135,7 @@ def test_a_hang_is_killed_at_the_deadline_and_the_next_pair_is_right(sick, label
 
 
 def test_time_spent_in_the_queue_does_not_count(sick):
-    """The deadline runs from dispatch: the pairs behind a hang are graded and not timed out."""
+    """The deadline runs from dispatch: the pairs after a hang are graded and not timed out."""
     with verify.Verifier(num_workers=1, timeout_s=0.7) as verifier:
         verdicts = verifier.score([("", "hang"), ("", "hang"), *SUMS[:10]])
     assert [v.reason for v in verdicts[:2]] == ["timeout"] * 2

@@ -1,1 +1,1 @@
-"""Grading: reading LaTeX, comparing values, workers, the sandbox."""
+"""Grading: reading LaTeX, comparing values, worker processes, the sandbox for programs."""

@@ -159,7 +159,9 @@ class Evaluator:
     def plus(self, a: Number, b: Number) -> Number:
         """a + b, exactly if both are Fractions."""
         if isinstance(a, Fraction) and isinstance(b, Fraction):
-            charge(size(a) * size(b) / 300)
+            charge(
+                size(a) * size(b) / 300
+            )  # adding Fractions multiplies numerators by denominators
             return a + b
         return self.note(self.inexact(a) + self.inexact(b))
 
@@ -177,24 +179,32 @@ class Evaluator:
     # The methods of the table EVALUATE: one for each kind of expression.
 
     def num(self, expr: Num) -> Fraction:
+        """Exact."""
         return expr.value
 
     def sym(self, expr: Sym) -> Fraction:
+        """Its coordinate of the point."""
         return self.point[expr.name]
 
     def const(self, expr: Const) -> Number:
+        """Rounded to the precision."""
+        # MP.pi is a constant without digits yet; the product with 1 has those of the precision
         return self.note({"e": MP.e, "pi": MP.pi, "i": MP.j}[expr.name] * 1)
 
     def inf(self, expr: Inf) -> Number:
+        """Infinity is compared, but not calculated with."""
         raise Unreadable("arithmetic with infinity")
 
     def add(self, expr: Add) -> Number:
+        """Exact as long as all terms are."""
         return self.total(expr.terms)
 
     def mul(self, expr: Mul) -> Number:
+        """Exact as long as all factors are."""
         return functools.reduce(self.times, map(self.value, expr.factors))
 
     def inv(self, expr: Inv) -> Number:
+        """NoValue for 1/0."""
         value = self.value(expr.inner)
         if value == 0:
             raise NoValue("division by zero")
@@ -243,6 +253,7 @@ class Evaluator:
         return self.call(MP.power, base, power, cost=100_000)
 
     def deg(self, expr: Deg) -> Number:
+        """In radians inside of a trigonometric function, else the number in degrees."""
         value = self.value(expr.inner)
         return self.times(value, self.note(MP.pi / 180)) if self.angle_in_degrees else value
 
@@ -273,6 +284,7 @@ class Evaluator:
         return Fraction(int.from_bytes(digest[:4], "big") + 1, 1 << 30)
 
     def factorial(self, expr: Factorial) -> Number:
+        """Exact for natural numbers, else by the gamma function."""
         n = self.value(expr.inner)
         if not isinstance(n, Fraction) or n.denominator != 1:
             return self.gamma(self.inexact(n) + 1)
@@ -284,12 +296,13 @@ class Evaluator:
         return Fraction(math.factorial(int(n)))
 
     def gamma(self, x: Number) -> Number:
-        """The gamma function; with it n! has a value at the test points, which are no integers."""
+        """The gamma function; with it n! has a value at the test points, which are not integers."""
         if x != 0 and MP.mag(x) > 12 or self.bits > 1024:
             raise TooBig("a factorial above 3000!")
         return self.call(MP.gamma, x, cost=1_000_000)
 
     def binom(self, expr: Binom) -> Number:
+        """Exact for natural numbers, else by the gamma function."""
         n, k = self.value(expr.n), self.value(expr.k)
         if all(isinstance(x, Fraction) and x.denominator == 1 and x >= 0 for x in (n, k)):
             if n > MAX_BINOMIAL:
@@ -301,10 +314,12 @@ class Evaluator:
         return self.call(MP.fdiv, self.gamma(n + 1), below, cost=0)
 
     def abs(self, expr: Abs) -> Number:
+        """Also of a complex number."""
         value = self.value(expr.inner)
         return abs(value) if isinstance(value, Fraction) else self.note(abs(value))
 
     def floor(self, expr: Floor) -> Fraction:
+        """Of a real number; what is an integer up to rounding counts as one."""
         value = self.value(expr.inner)
         if isinstance(value, Fraction):
             return Fraction(math.floor(value))
@@ -368,6 +383,7 @@ def residue(difference: Difference, point: Point, bits: int) -> tuple[Number | N
         if needed > MAX_BITS:
             raise TooBig("constants of very different size")
         bits = needed
+    # 64 bits are left to the rounding errors that accumulate
     if value != 0 and (isinstance(value, Fraction) or MP.mag(value) > work.top - bits + 64):
         return None, bits
     return abs(value), bits
@@ -398,7 +414,7 @@ def is_zero(difference: Difference, names: Iterable[str], steps: bool = False) -
         if noise is None:
             return False
         good += 1
-        if good == 5 and not steps:
+        if good == 5 and not steps:  # functions with steps may agree at five points by chance
             break
     if names and good < 4:
         raise NoValue("not defined")

@@ -61,7 +61,7 @@ from verifier.values import (
 )
 
 MAX_TOKENS = 1200
-MAX_DEPTH = 60
+MAX_DEPTH = 60  # of nesting; a level takes about nine of the 1000 nested calls of Python
 MAX_EXPONENT = 5000  # of 1e5000
 
 # --- Characters to tokens -------------------------------------------------------------------------
@@ -102,8 +102,10 @@ GROUPED = re.compile(
 )
 # Digit groups that may be one number or a list: 48,625. Not 0,125 and not 1,200,30
 COMMAS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
+# @ stands for the degree sign from here on
 DEGREE = re.compile(r"(?:\{\s*\})?\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 PRIME = re.compile(r"\^\s*(?:\\prime|\{\s*(?:(?:\\prime|')\s*)+\})")
+# The alternatives are tried in this order: 1e5 is a number before e is a letter
 TOKEN = re.compile(
     r"\\(?P<macro>text\w*|mbox|math(?!bb)\w+|operatorname|boldsymbol|bm|emph|underline)\s*"
     r"\{(?P<inner>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -115,6 +117,7 @@ IGNORED = set(
     "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr "
     "bigg Bigg rm bf text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
 ) | {" ", "\n", ""}  # fmt: skip
+# Policy: \log is the natural logarithm, \lg that to base ten
 FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln lg exp".split()} | {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln",
 }  # fmt: skip
@@ -136,7 +139,10 @@ WORDS = {name: f"\\{name}" for name in [*FUNCTIONS, "sqrt", "pi"]} | {
 
 
 def tokenize(text: str, in_text: bool = False) -> list[Token]:
-    """Text in ASCII -> list of Token."""
+    """Text in ASCII -> list of Token.
+
+    in_text: this is the inside of \\text{...} or the like. TooBig above MAX_TOKENS.
+    """
     tokens = []
     for match in TOKEN.finditer(text):
         kind, part = match.lastgroup, match[0]
@@ -145,8 +151,9 @@ def tokenize(text: str, in_text: bool = False) -> list[Token]:
         if kind == "inner":
             inner = tokenize(match["inner"], True)
             # \mathbf{x+1}^2 must stay a group, \text{cm}^2 must not become one
-            group = len(inner) > 1 and match["macro"] not in ("mbox", "mathrm")
-            group = group and not match["macro"].startswith("text")
+            macro = match["macro"]
+            is_text = macro in ("mbox", "mathrm") or macro.startswith("text")
+            group = len(inner) > 1 and not is_text
             tokens += [Token("op", "{"), *inner, Token("op", "}")] if group else inner
             continue
         if kind == "cmd":
@@ -165,15 +172,21 @@ def tokenize(text: str, in_text: bool = False) -> list[Token]:
     return tokens
 
 
+def plain_scripts(text: str, mark: str, table: dict[str, str]) -> str:
+    """Runs of raised (mark ^) or lowered (mark _) characters as x^{12}."""
+    run = f"[{''.join(table)}]+"
+    return re.sub(run, lambda m: f"{mark}{{{''.join(map(table.get, m[0]))}}}", text)
+
+
 def variants(text: str) -> Iterable[str]:
     """The ways to read a text: 48,625 as a number or a list, 2e-1 as 0.2 or as 2e minus 1."""
-    for mark, table in SCRIPTS.items() if not text.isascii() else ():
-        run = re.compile(f"[{''.join(table)}]+")
-        text = run.sub(lambda m, k=mark, t=table: f"{k}{{{''.join(map(t.get, m[0]))}}}", text)
+    if not text.isascii():
+        for mark, table in SCRIPTS.items():
+            text = plain_scripts(text, mark, table)
     text = text.translate(UNICODE)
     if not text.isascii():
         raise Unreadable("a character that is not known")
-    text = re.sub(r"\\(?:left|right)\s*\.", "", text).removesuffix(".")
+    text = re.sub(r"\\(?:left|right)\s*\.", "", text).removesuffix(".")  # the end of a sentence
     text = GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text)
     text = PRIME.sub(lambda m: "'" * (m[0].count("\\prime") + m[0].count("'")), text)
     text = DEGREE.sub("@", text)
@@ -205,6 +218,7 @@ ticket tickets; pair pairs
 UNITS = {
     word: row.split()[0] for row in UNIT_ROWS.replace("\n", ";").split(";") for word in row.split()
 }
+# The numbers are exponents of the unit that follows: square meters
 UNITS |= {"percent": "%", "per": "/", "square": 2, "sq": 2, "cubic": 3, "cu": 3}
 BARE_UNITS = {"mm", "cm", "km", "ft", "kg", "lb"}  # units of two letters that count outside \text
 CURRENCY = {"\\$": "dollar", "\\euro": "euro", "\\pounds": "sterling", "\\yen": "yen"}
@@ -364,7 +378,7 @@ class Parser:
             if unit not in (None, ((currency, 1),)):
                 raise Unreadable("two units")
             unit = ((currency, 1),)
-        if unit == DEGREES:
+        if unit == DEGREES:  # the word is read as the sign
             value = Deg(value)
         return Unit(value, unit or DEGREES) if unit or has_degrees(value) else value
 
@@ -392,7 +406,7 @@ class Parser:
                     power = 1
             else:
                 break
-        powers.pop("unit", None)
+        powers.pop("unit", None)  # "12 units" is as good as 12
         return tuple(sorted(powers.items())) or None
 
     def unit_exponent(self) -> int:
@@ -441,9 +455,10 @@ class Parser:
         while (operator := self.accept("*", "/")) or self.factor_ahead(factors):
             minus = operator and self.accept("-")
             factor = self.power()
+            # A matrix is the last factor: products of matrices are not supported
             if isinstance(factor, Matrix) and operator != "/":
                 return scaled(times(*factors, MINUS_ONE if minus else ONE), factor)
-            factor = negative(factor) if minus else number(factor)
+            factor = number(negative(factor) if minus else factor)
             factors.append(Inv(factor) if operator == "/" else factor)
         return times(*factors) if len(factors) > 1 else factors[0]
 
@@ -488,14 +503,14 @@ class Parser:
         return number(self.atom())
 
     def split(self, token: Token) -> None:
-        """Replace a run of letters or digits by single ones, in place."""
+        """Replace the next token, a run of letters or digits, by single ones."""
         if token.text.isalnum():  # not 1.5
             kind = "sym" if token.kind == "word" else "num"
             self.tokens[self.at : self.at + 1] = [Token(kind, char) for char in token.text]
 
     def raw(self) -> str:
         """The text of a TeX argument that is only a name: a subscript, what is under an accent."""
-        start, depth = self.at, 0
+        start, depth = self.at, 0  # depth of the braces
         while self.at == start or depth > 0:
             if self.peek().kind == "end":
                 raise Unreadable("an argument is missing")
@@ -597,7 +612,7 @@ class Parser:
             return based(self.tokens[start + 1].text, self.raw())
         return found[0]
 
-    # The commands: each is entered with its token consumed.
+    # The methods of the table ATOMS: each is entered with the token of its command consumed.
 
     def fraction(self) -> Expr:
         """\\frac{a}{b}, \\frac59, \\frac9{19}"""
@@ -681,6 +696,7 @@ class Parser:
         if self.peek().text in stops:
             return times(sign, self.atom())
         factors = [number(self.power())]
+        # \sin 2x e^x is (sin 2x) e^x, and \sin x \cos x is a product
         while self.factor_ahead(factors) and self.peek().text not in (*stops, "e"):
             if self.peek().text[1:] in FUNCTIONS:
                 break
@@ -726,7 +742,6 @@ class Parser:
             return Matrix(tuple(map(tuple, rows)))
 
 
-# What each command reads, with its token consumed
 ATOMS: dict[str, Callable[[Parser], Value]] = {
     "\\frac": Parser.fraction,
     "\\sqrt": Parser.root,
@@ -746,7 +761,7 @@ ATOMS: dict[str, Callable[[Parser], Value]] = {
 
 
 def read(text: str) -> list[Value]:
-    """All readings of a text -> list of values; an exception if there is none."""
+    """All readings of a text; if there is none, the Unreadable or TooBig of the first attempt."""
     readings, problem = [], None
     for variant in variants(text):
         try:

@@ -27,11 +27,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 PAIRS_PER_WORKER = 50_000  # then a new process, so that no leak of memory can grow for weeks
-START_SECONDS = 60  # importing on a busy machine with a cold disk takes many
+START_SECONDS = 60  # imports are slow on a busy machine or from a cold disk
 
 
 class Verdict(NamedTuple):
-    """`correct`, the `reason` (a key of `REASONS`) and the text of the graded box, or None."""
+    """The judgement of one response.
+
+    reason: a key of verify.REASONS or rewards.REASONS. answer: the text of the graded box, or None.
+    """
 
     correct: bool
     reason: str

@@ -236,7 +236,7 @@ class Ratio(Value):
 
 @record
 class Text(Value):
-    """Words that are no formula."""
+    """Words, as opposed to a formula."""
 
     words: str
     kind = "words"
@@ -256,7 +256,7 @@ class Named(Value):
 
 @record
 class Relation(Value):
-    """An equation or inequality that names no value; op: =, !=, < or <=."""
+    """An equation or inequality other than name = value; op: =, !=, < or <=."""
 
     op: str
     left: Expr
