@@ -197,8 +197,7 @@ def find_unverifiable(run: Run, left: Sequence[int]) -> dict[int, Drop]:
                 dropped[i] = Drop("long_prompt", f"{len(problem.prompt_ids)} tokens")
     readable = [i for i in left if i not in dropped]
     for chunk in state.missing("labels", readable):
-        kinds = {i: label_kind(rows[i].label) for i in chunk}
-        state.add("labels", {i: [kind, value and value[0]] for i, (kind, value) in kinds.items()})
+        state.add("labels", {i: list(label_kind(rows[i].label)) for i in chunk})
     for i in readable:
         found = rules.examine(rows[i].text, rows[i].label, *state.results["labels"][i])
         if found and (found.reason != "several_values" or config.drop_several_values):

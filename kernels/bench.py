@@ -291,7 +291,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known = [case.name for case in cases(device)]
     if unknown := set(args.heads or ()) - set(known):
-        parser.error(f"--heads {' '.join(sorted(unknown))}: choose of {', '.join(known)}")
+        parser.error(f"--heads {' '.join(sorted(unknown))}: choose from {', '.join(known)}")
     if args.rounds < 1:
         parser.error("--rounds must be above 0")
     sizes = args.sizes or ([recipe_size(args.recipe)] if args.recipe else SIZES[device])

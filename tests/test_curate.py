@@ -87,8 +87,7 @@ LONG_ANSWER = "the function is increasing on the whole line and bounded"
     ],
 )
 def test_each_reason_has_its_problems_and_spares_their_lookalikes(prompt, label, reason):
-    kind, value = label_kind(label)
-    found = rules.examine(prompt, label, kind, value and value[0])
+    found = rules.examine(prompt, label, *label_kind(label))
     assert (found and found.reason) == reason
 
 

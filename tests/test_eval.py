@@ -23,7 +23,7 @@ from problems import load_problems, load_tokenizer
 from run.scores import compare, resamples
 
 TINY = ROOT / "assets/tiny-base"
-SOURCES = "verify", "verifier/latex", "verifier/algebra", "rewards", "verifier/sandbox"
+SOURCES = "verify verifier/latex verifier/values verifier/algebra rewards verifier/sandbox".split()
 PROBLEMS = [json.loads(line) for line in open(ROOT / "assets/eval.jsonl")]
 
 

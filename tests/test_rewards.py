@@ -1,4 +1,4 @@
-"""Verifiers beside the mathematical one and what a policy would try on each; mixes; controls."""
+"""Every kind of problem and what a policy would try on it; mixes of rewards; controls."""
 
 import contextlib
 import json
@@ -181,7 +181,7 @@ def test_instruction_pays_parts_only_where_the_label_says_so():
     assert grade_instruction(LETTER, **wanted, score="fraction").score == 1
 
 
-def test_natural_text_is_no_filler():
+def test_natural_text_is_not_filler():
     assert not rewards.is_filler((rewards.__doc__ + rewards.sandbox.__doc__) * 3)
 
 
@@ -657,10 +657,11 @@ def majority(*boxes, kind="math"):
     return rewarded
 
 
-def test_majority_pays_the_most_frequent_answer_by_value():
-    def box(x):
-        return f"\\boxed{{{x}}}"
+def box(text):
+    return f"\\boxed{{{text}}}"
 
+
+def test_majority_pays_the_most_frequent_answer_by_value():
     assert majority(box("3"), box("1/2"), box("0.5"), box("\\frac{1}{2}")) == [0, 1, 1, 1]
     assert majority(box("3"), box("4"), box("4"), box("3")) == [1, 0, 0, 1]  # a tie: sample 0 wins
     assert majority(box("7"), box("8"), box("9")) == [1, 0, 0]
@@ -717,10 +718,8 @@ def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, mon
     train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--steps", "2"])
 
     def read(folder):
-        return [
-            (row["step"], row["sample_index"], row["reward"], row["correct"])
-            for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
-        ]
+        rows = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+        return [(row["step"], row["sample_index"], row["reward"], row["correct"]) for row in rows]
 
     assert read(tmp_path / "a") == read(tmp_path / "b")
     with pytest.raises(SystemExit, match="--reward was random"):
