@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,10 +181,10 @@ def launch(tmp_path, body):
         f"import os, signal, sys, time, traceback; sys.path.insert(0, {str(ROOT)!r})\n"
         "import distributed\n"
         "distributed.launch(2)\n"
-        "distributed.init('cpu')\n"
-        "distributed.barrier()\n"
-        "begun, rank = time.time(), distributed.rank()\n"
-        "print(begun, flush=True) if rank == 0 else None\n" + body
+        "with distributed.joined('cpu'):\n"
+        "    distributed.barrier()\n"
+        "    begun, rank = time.time(), distributed.rank()\n"
+        "    print(begun, flush=True) if rank == 0 else None\n" + textwrap.indent(body, "    ")
     )
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -215,7 +216,7 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
         "try:\n"
         "    if rank == 1: raise RuntimeError('the cause')\n"
         "    distributed.barrier()\n"
-        "except Exception: distributed.leave(traceback.format_exc())\n"
+        "except Exception: distributed.exit_with(traceback.format_exc())\n"
     )
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
@@ -230,11 +231,12 @@ def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "cut o')
     body = (
-        "import books, pathlib\n"
+        "import pathlib\n"
+        "from run import metrics\n"
         "cut = os.truncate\n"
         "os.truncate = lambda *args: (time.sleep(1), cut(*args))\n"
         f"file = pathlib.Path({str(file)!r})\n"
-        "books.forget_after(file, 0)\n"
+        "metrics.forget_after(file, 0)\n"
         "os.write(1, b'rank %d holds %r\\n' % (rank, file.stat().st_size > 0))\n"  # one piece
     )
     result, _ = launch(tmp_path, body)
