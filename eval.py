@@ -52,13 +52,13 @@ class Options:
     n: int = option(16, "responses per problem", "(0, inf)")
     compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
     critic: str = option("", "critic (or run): also best-of-k by the highest final V")
-    output: str = option("", "JSON file to write; with --compare a figure .png beside it")
+    output: str = option("", "JSON file to write; with --compare a figure .png next to it")
     save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     # Problems
     prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)")
     label_key: str | None = option(None, "column of the answer (default: the run's, else label, ...)")
-    prompt_suffix: str | None = option(None, "line behind every prompt (default: the run's)")
+    prompt_suffix: str | None = option(None, "line after every prompt (default: the run's)")
     max_prompt_tokens: int = option(4096, "longer prompts are dropped, and counted", "(0, inf)")
 
     # Sampling

@@ -73,7 +73,10 @@ def test_every_response_of_every_problem_is_counted(report):
         rewards, lengths = (
             [r[key] for r in mine.values()] for key in ("reward", "response_length")
         )
-        value = lambda name, scores=result["scores"]: scores[name]["value"]
+
+        def value(name, scores=result["scores"]):
+            return scores[name]["value"]
+
         assert value("avg@5") == pytest.approx(sum(rewards) / len(rewards))
         assert value("pass@1") == value("maj@1") == pytest.approx(value("avg@5"))
         assert value("length") == pytest.approx(sum(lengths) / len(lengths))
@@ -180,7 +183,10 @@ def test_kinds_without_an_answer_have_no_majority(tmp_path, same_model, capsys):
 def test_truncation_flags_reach_every_draw(tmp_path):
     file = write(tmp_path / "a.jsonl", PROBLEMS[:3])
     flags = "--data", file, "--n", 2, "--max-response-tokens", 24, "--force-budget"
-    responses = lambda *more: [r["response_ids"] for r in run(tmp_path, *flags, *more)[1]]
+
+    def responses(*more):
+        return [r["response_ids"] for r in run(tmp_path, *flags, *more)[1]]
+
     greedy, whole = responses("--temperature", 0), responses()
     assert whole != greedy
     for flag, value in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
@@ -210,7 +216,10 @@ def test_a_forced_response_keeps_its_tokens_and_gets_an_answer(tmp_path):
             assert after["response"].startswith(before["response"] + CLOSING)
             assert before["reason"] == "no_think_end" != after["reason"]
     assert changed > 9
-    value = lambda report, name: sets(report)[file]["scores"][name]["value"]
+
+    def value(report, name):
+        return sets(report)[file]["scores"][name]["value"]
+
     assert value(forced, "forced") == pytest.approx(changed / 18)
     assert value(forced, "truncated") < value(plain, "truncated")
     assert forced["settings"]["force_budget"] and "forced" not in sets(plain)[file]["scores"]
@@ -316,9 +325,10 @@ def test_models_that_would_see_different_problems_are_refused_before_sampling(
     shutil.copytree(random_tiny_model, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 11 * ' ' }}")
     file = write(tmp_path / "a.jsonl", PROBLEMS[:5])
-    length = lambda path: [
-        len(p.prompt_ids) for p in load_problems(file, load_tokenizer(path), 999)[0]
-    ]
+
+    def length(path):
+        return [len(p.prompt_ids) for p in load_problems(file, load_tokenizer(path), 999)[0]]
+
     limit = str(max(length(TINY)))
     assert min(length(folder)) <= int(limit) < max(length(folder))
     with pytest.raises(SystemExit, match="--max-prompt-tokens drops different problems"):
