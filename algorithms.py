@@ -7,11 +7,13 @@ x filter. What GRPO, PPO and JustRL II need is in losses.py, with the notation.
 import inspect
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from config import Config
 from losses import (
     OBJECTIVES,
     approx_kl,
@@ -21,13 +23,12 @@ from losses import (
     group_sum,
     grpo_advantages,
     justrl2_advantages,
-    keep,
+    masked,
     ppo_advantages,
     row_mean,
     same_group,
     scores,
     spread_over_tokens,
-    vapo_lambda,
 )
 
 # --- rewards ---------------------------------------------------------------------------------
@@ -52,20 +53,24 @@ def length_reward(
     longest = torch.where(peers, length, -math.inf).amax(1)
     shortest = torch.where(peers, length, math.inf).amin(1)
     rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
-    return keep(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
+    return masked(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
 
 
 # --- advantages -------------------------------------------------------------------------------
 
 
-def rloo_advantages(*, token_rewards, mask, group_ids, **_) -> tuple[Tensor, None]:
+def rloo_advantages(
+    *, token_rewards: Tensor, mask: Tensor, group_ids: Tensor
+) -> tuple[Tensor, None]:
     """r_i - mean reward of the others, RLOO (2402.14740): an unbiased baseline."""
     r = scores(token_rewards, mask, group_ids)
     others = (group_sum(r, group_ids) - r) / (group_size(group_ids) - 1)
     return spread_over_tokens(r - others, mask, token_rewards.dtype)
 
 
-def reward_to_go_advantages(*, token_rewards, mask, gamma=1.0, **_) -> tuple[Tensor, None]:
+def reward_to_go_advantages(
+    *, token_rewards: Tensor, mask: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, None]:
     """Discounted sum of the rewards still to come, REINFORCE++ (2501.03262).
 
     Without a baseline of its own: whiten over the batch afterwards.
@@ -73,8 +78,24 @@ def reward_to_go_advantages(*, token_rewards, mask, gamma=1.0, **_) -> tuple[Ten
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, 1.0, gamma)[0], None
 
 
+def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """lambda_i = max(1 - 1/(alpha L_i), 0), VAPO (2504.05118); (N,) float64.
+
+    k^(1/L) with k = exp(-1/alpha) is the same to first order in 1/L.
+    """
+    if alpha <= 0:
+        raise ValueError(f"gae_lambda_alpha must be positive, got {alpha}")
+    return masked((1 - 1 / (alpha * lengths.double())).clamp(min=0), lengths > 0)
+
+
 def vapo_advantages(
-    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda_alpha=1.5, **_
+    *,
+    token_rewards: Tensor,
+    raw_token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    gae_lambda_alpha: float = 1.5,
 ) -> tuple[Tensor, Tensor]:
     """VAPO (2504.05118): length-adaptive lambda 1 - 1/(alpha L), decoupled value target.
 
@@ -88,7 +109,7 @@ def vapo_advantages(
 
 
 def reinforce(logprobs, log_ratio, advantages, **_):
-    """A log pi: no ratio and no clip, so it is right on the first update of a batch only."""
+    """A log pi: no ratio and no clip, so it is right only for the first update on a batch."""
     return advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
@@ -101,6 +122,7 @@ def cispo(logprobs, log_ratio, advantages, *, clip_low, clip_high, **_):
 
 def sapo(log_ratio, advantages, *, sapo_tau_pos, sapo_tau_neg, **_):
     """(4 / tau) sigmoid(tau (rho - 1)) A, SAPO (2511.20347): a soft gate instead of a clip."""
+    # 4 / tau makes the gradient that of rho A at rho = 1, whatever tau is.
     tau = torch.where(advantages > 0, advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
     return 4 / tau * gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
@@ -112,6 +134,7 @@ def gmpo(log_ratio, advantages, mask, *, clip_low, clip_high, **_):
     clip_low and clip_high bound the log-ratio here, not the ratio.
     """
     bounded = log_ratio.clamp(-clip_low, clip_high)
+    # As in PPO's min: a token that has moved against its advantage is never held back.
     one_sided = torch.where(
         advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
     )
@@ -123,7 +146,7 @@ def trust_mask(log_ratio, advantages, *, clip_low, clip_high, **_):
     """rho A where rho is in [1 - low, 1 + high], else 0 without gradient, SAO."""
     ratio = log_ratio.exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-    return keep(ratio * advantages, ~outside), outside
+    return masked(ratio * advantages, ~outside), outside
 
 
 OBJECTIVES.update(reinforce=reinforce, cispo=cispo, sapo=sapo, gmpo=gmpo, trust_mask=trust_mask)
@@ -141,6 +164,7 @@ def covariance_mask(
     Taken over the global batch before the update, so micro-batches do not matter. The paper draws
     Clip-Cov tokens at random from a window of covariances; the largest need no random numbers.
     """
+    # d entropy / d step = -Cov(log pi, A) to first order (2505.22617).
     logp, adv = old_logprobs[mask].double(), advantages[mask].double()
     covariance = (logp - logp.mean()) * (adv - adv.mean())
     count = min(math.ceil(fraction * covariance.numel()), covariance.numel())
@@ -153,7 +177,9 @@ def covariance_mask(
 # --- on-policy distillation --------------------------------------------------------------------
 
 
-def distillation_advantages(*, old_logprobs, teacher_logprobs, mask, **_) -> tuple[Tensor, None]:
+def distillation_advantages(
+    *, old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor
+) -> tuple[Tensor, None]:
     """log teacher - log student at each sampled token: minus the k1 estimate of the reverse KL."""
     return -approx_kl(old_logprobs, teacher_logprobs, "k1", mask=mask), None
 
@@ -180,11 +206,15 @@ def topk_forward_kl(
 # --- the table --------------------------------------------------------------------------------
 
 
+# What an advantage function may name besides fields of config.Config: the tensors of a step.
+TENSORS = {"token_rewards", "raw_token_rewards", "values", "mask", "group_ids"}
+
+
 class Algorithm(NamedTuple):
     """One row: `defaults` are the configuration fields it sets where the user has not.
 
-    advantage(*, token_rewards, raw_token_rewards, values, mask, group_ids, **configuration)
-    returns (advantages (N, T), value targets (N, T) or None); objective is a key of OBJECTIVES.
+    advantage: keyword arguments out of TENSORS and the fields of config.Config; returns
+    (advantages (N, T), value targets (N, T) or None). objective: a key of OBJECTIVES.
     """
 
     advantage: Callable
@@ -193,27 +223,50 @@ class Algorithm(NamedTuple):
     about: str
     defaults: dict
 
+    def advantages(self, config: Config, **tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Call `advantage` with the tensors of a step and the fields that its signature names.
+
+        So a new function has only to name what it needs, and `row` refuses a name that is neither.
+        """
+        names = inspect.signature(self.advantage).parameters
+        given = {n: tensors[n] if n in TENSORS else getattr(config, n) for n in names}
+        return self.advantage(**given)
+
     @property
     def reads(self) -> set[str]:
         """Names of the configuration fields that the advantage or the objective takes."""
+        # An objective's keyword-only arguments are its fields; the others are tensors.
         objective = inspect.signature(OBJECTIVES[self.objective]).parameters.values()
         limits = {p.name for p in objective if p.kind is p.KEYWORD_ONLY}
-        return limits | inspect.signature(self.advantage).parameters.keys()
+        return limits | inspect.signature(self.advantage).parameters.keys() - TENSORS
 
 
-def row(advantage, objective, about, critic=False, **defaults) -> Algorithm:
-    """An Algorithm whose defaults are COMMON with the given ones laid over."""
-    return Algorithm(advantage, objective, critic, about, COMMON | defaults)
+def row(
+    advantage: Callable, objective: str, about: str, critic: bool = False, **defaults: Any
+) -> Algorithm:
+    """An Algorithm whose defaults are COMMON overlaid with the given ones; TypeError for a name
+    that a configuration does not have.
+    """
+    algorithm = Algorithm(advantage, objective, critic, about, COMMON | defaults)
+    known = {field.name for field in fields(Config)}
+    if unknown := sorted((algorithm.reads | defaults.keys()) - known):
+        raise TypeError(
+            f"the row of {advantage.__name__} names {', '.join(unknown)}: neither a tensor of a "
+            f"step ({', '.join(sorted(TENSORS))}) nor a field of config.Config; correct it there."
+        )
+    return algorithm
 
 
+# Defaults of every row that does not say otherwise.
 # fmt: off
 COMMON = dict(
     aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2, dual_clip=None,
-    std_normalize=False, whiten_advantages=False, is_mode="none",
+    std_normalize=False, whiten_advantages=False, is_mode="none", is_low=0.5, is_high=5.0,
+    group_size=8, dynamic_sampling=True, critic_updates_per_step=1, value_clip=0.2,
 )
 PER_RESPONSE = dict(aggregation="seq-mean-token-mean", std_normalize=True)
 CRITIC = dict(critic=True, whiten_advantages=True)
-JUSTRL2 = CRITIC | dict(gae_lambda_k=0.5, clip_high=0.28, is_mode="icepop", is_low=0.5, is_high=5.0)
+JUSTRL2 = CRITIC | dict(gae_lambda_k=0.5, clip_high=0.28, is_mode="icepop")
 
 ALGORITHMS = {
     "grpo": row(grpo_advantages, "clip", "group mean and std (2402.03300)", **PER_RESPONSE),

@@ -1,13 +1,14 @@
-"""The critic of PPO and JustRL II: a backbone of its own with a scalar head, and statistics that
-tell if it is alive.
+"""The critic of PPO and JustRL II: a backbone of its own with a scalar head.
 
-V(s_t) is read at the token before response token t, at temperature 1 always. The head starts at
+V(s_t) is read at the token before response token t, always at temperature 1. The head starts at
 weight 0 and bias b, so V = b everywhere and the first advantages are lambda^(L-1-t) * (r - b). The
-first step moves the head alone, because the gradient into the backbone is proportional to the
-head's weight.
+first step moves only the head, because the gradient into the backbone is proportional to the head's
+weight. run/audit.py measures what the critic has learned.
 """
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,9 +26,6 @@ from model import (
 )
 
 HEAD = ("value_head.weight", "value_head.bias")
-# Values closer than this are equal to the audit: the same state, packed beside other sequences,
-# comes out a rounding error apart.
-TIE = 1e-6
 
 
 class Critic(nn.Module):
@@ -39,6 +37,7 @@ class Critic(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, compute_dtype)
+        # With a bias, set to the mean reward: without it V would have to learn the mean first.
         self.value_head = nn.Linear(config.hidden_size, 1)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, action_index: Tensor) -> Tensor:
@@ -49,6 +48,7 @@ class Critic(nn.Module):
         hidden = self.model(
             input_ids, positions, packed_attention(cu_seqlens, int(cu_seqlens.diff().max()))
         )
+        # float32: in bfloat16 V near 0.5 would move in steps of 0.004.
         return (
             hidden[action_index].float() @ self.value_head.weight[0].float()
             + self.value_head.bias.float()
@@ -67,6 +67,7 @@ class Critic(nn.Module):
         with torch.device("meta"):
             critic = cls(load_config(folder), compute_dtype)
         load_weights(critic, folder, torch.float32, ignore=("lm_head.weight",), fresh=HEAD)
+        # The checkpoint has no value head, so it is still on the meta device, without memory.
         critic.value_head.to_empty(device="cpu")
         nn.init.zeros_(critic.value_head.weight)
         nn.init.constant_(critic.value_head.bias, bias)
@@ -110,132 +111,8 @@ def values(critic: nn.Module, micro_batch: MicroBatch) -> Tensor:
     )
 
 
-# ---- audit: what the critic knows, from the group structure of one batch
-
-FRACTIONS = torch.linspace(0, 1, 11, dtype=torch.float64)  # 0, 10, ..., 100 % of a response
-
-
-def audit(
-    values: Tensor, mask: Tensor, rewards: Tensor, group_ids: Tensor
-) -> tuple[dict[str, float], dict[str, list]]:
-    """(numbers for metrics.jsonl, curves for audit.jsonl) of values, mask (N, T) against raw
-    rewards 0 or 1, group_ids (N,) from 0.
-
-    V is compared with the outcome r itself, whatever the algorithm regresses on. What cannot be
-    computed (no group has right and wrong members, V or the pass rates are constant) is NaN.
-    docs/critic.md defines each statistic and says what is healthy.
-    """
-    live, outcomes = values[mask].double(), rewards[:, None].expand_as(values)[mask].double()
-    owners = group_ids[:, None].expand_as(values)[mask]
-    right = rewards > 0.5
-    at = at_fractions(values, mask)
-    auc, pairs = within_group_auc(at, right, group_ids)
-    lengths = mask.sum(1, keepdim=True).double()
-    length_auc, _ = within_group_auc(-lengths, right, group_ids)
-    # All members of a group start in the same state: one of them speaks for V(s_0).
-    members = [group_ids == g for g in range(int(group_ids.max()) + 1)]
-    starts = torch.stack([at[m, 0][0] for m in members])
-    rates = torch.stack([right[m].double().mean() for m in members])
-    # Only mixed groups, all alike, so that a gap is what V knows beyond the problem.
-    mixed = [m for m in members if right[m].any() and not right[m].all()]
-    nothing = torch.full((11,), torch.nan)
-    along = lambda who: torch.stack([at[m & who].mean(0) for m in mixed] or [nothing]).mean(0)
-    between, within = explained_variance_split(live, outcomes, owners)
-    numbers = {
-        "v_mean": live.mean(),
-        "v_std": live.std(unbiased=False),
-        "bias": live.mean() - outcomes.mean(),
-        "explained_variance": explained_variance(live, outcomes),
-        "explained_variance_between": between,
-        "explained_variance_within": within,
-        "start_corr": correlation(starts, rates),
-        "start_rank_corr": correlation(average_ranks(starts), average_ranks(rates)),
-        "start_calibration_error": calibration_error(starts, rates),
-        "start_auc": auc[0],
-        "mid_auc": auc[5],
-        "end_auc": auc[10],
-        "length_auc": length_auc[0],
-    }
-    curves = {
-        "start": torch.stack([starts, rates], 1).tolist(),
-        "auc": auc.tolist(),
-        "pairs": pairs,
-        "length_auc": float(length_auc[0]),
-        "v_right": along(right).tolist(),
-        "v_wrong": along(~right).tolist(),
-        "mixed": len(mixed),
-    }
-    return {name: float(x) for name, x in numbers.items()}, curves
-
-
-def explained_variance(values: Tensor, outcomes: Tensor) -> float:
-    """1 - Var(r - V) / Var(r) over tokens (A,): 1 perfect, 0 as good as a constant, below 0 worse.
-    NaN if r is constant.
-    """
-    variance = outcomes.var(unbiased=False)
-    left = (outcomes - values).var(unbiased=False)
-    return float(1 - left / variance) if variance > 0 else float("nan")
-
-
-def explained_variance_split(values: Tensor, outcomes: Tensor, owners: Tensor) -> list[float]:
-    """[between problems, within groups]: explained variance of the groups' token means, and of what
-    each token adds to its group's mean; values, outcomes, owners (A,).
-
-    Var = between + within holds for r and for r - V, so the two average to `explained_variance`
-    with the two parts of Var(r) as weights. The group baseline has all of the first, 0 of the
-    second.
-    """
-    counts = torch.bincount(owners).clamp(min=1).double()
-
-    def parts(x):
-        means = (torch.bincount(owners, weights=x) / counts)[owners]
-        return (means - x.mean()).square().mean(), (x - means).square().mean()
-
-    left, all_ = parts(outcomes - values), parts(outcomes)
-    return [
-        float(1 - e / v) if v > 1e-12 else float("nan") for e, v in zip(left, all_, strict=True)
-    ]
-
-
-def at_fractions(x: Tensor, mask: Tensor) -> Tensor:
-    """(N, T) -> (N, 11) float64: x at 0, 10, ..., 100 % of each response, first to last token."""
-    last = (mask.sum(1) - 1).clamp(min=0)
-    index = (FRACTIONS.to(x.device) * last[:, None]).round().long()
-    return x.gather(1, index).double()
-
-
-def within_group_auc(scores: Tensor, right: Tensor, group_ids: Tensor) -> tuple[Tensor, int]:
-    """((K,), pairs): share of the pairs of a right and a wrong response *to the same problem* in
-    which the right one scores higher, a tie counting half; scores (N, K), right (N,) bool.
-
-    Over all pairs of all groups; a group all right or all wrong has none.
-    """
-    wins, pairs = torch.zeros_like(scores[0]), 0
-    for g in range(int(group_ids.max()) + 1):
-        mine = group_ids == g
-        difference = scores[mine & right][:, None] - scores[mine & ~right][None]
-        wins += ((difference > TIE).double() + (difference.abs() <= TIE).double() / 2).sum((0, 1))
-        pairs += difference.shape[0] * difference.shape[1]
-    return wins / pairs if pairs else torch.full_like(wins, torch.nan), pairs
-
-
-def average_ranks(x: Tensor) -> Tensor:
-    """Ranks from 1, equal values sharing their mean rank: (N,) float64."""
-    _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
-
-
-def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's; of average ranks it is Spearman's. NaN if either is constant."""
-    if len(x) < 2 or not (x.std() > 0 and y.std() > 0):
-        return float("nan")
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
-
-
-def calibration_error(forecasts: Tensor, rates: Tensor) -> float:
-    """Expected calibration error: mean over groups of the gap between mean forecast and mean pass
-    rate of their bin (tenths of 0..1; a forecast outside goes to the nearest).
-    """
-    bins = (forecasts * 10).floor().clamp(0, 9).long()
-    gaps = torch.bincount(bins, weights=forecasts - rates)
-    return float(gaps.abs().sum() / len(forecasts))
+def __getattr__(name: str) -> Any:
+    """`critic.audit`, where users of the first version find it; loaded only when asked for."""
+    if name == "audit":
+        return importlib.import_module("run.audit").audit
+    raise AttributeError(f"module 'critic' has no attribute {name!r}")

@@ -47,37 +47,33 @@ class CurateConfig:
     """One curation. Units: tokens, rows, shares in 0..1."""
 
     # fmt: off
-    model: str = option(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained")
+    model: str = option(str(ROOT / "assets/tiny-base"), "target: the checkpoint that will be trained", section="What to curate")
     data: str = option(str(ROOT / "assets/train.jsonl"), "raw problems: .jsonl, .parquet or hub id")
     output: str = option("", "JSONL file to write, for train.py --data")
     prompt_key: str = option("", "column of the prompt; empty: prompt, problem, question, ...")
     label_key: str = option("", "column of the right answer; empty: label, answer, ground_truth, ...")
     prompt_suffix: str = option("", "line after every prompt, as in train.py; not written out")
 
-    # 1 verifiable
-    decontaminate: list[str] = option([], "evaluation files whose problems must not be in the output")
+    decontaminate: list[str] = option([], "evaluation files whose problems must not be in the output", section="1 verifiable")
     max_prompt_tokens: int = option(256, "longer prompts are dropped", "(0, inf)")
     drop_several_values: bool = option(False, "drop labels that are a list or a set (1, -2) as well")
     ngram: int = option(5, "words of an n-gram", "(0, inf)")
     ngram_overlap: float = option(0.6, "share of common n-grams that makes a near-duplicate", "[0, 1]")
     ngram_common: int = option(20, "what so many problems share is a template and does not count", "(0, inf)")
 
-    # 2 label audit
-    audit_model: list[str] = option([], "checkpoints that solve the problems; empty: --model")
+    audit_model: list[str] = option([], "checkpoints that solve the problems; empty: --model", section="2 label audit")
     audit_samples: int = option(8, "solutions per problem and audit model; 0: no audit", "[0, inf)")
     audit_temperature: float = option(1.0, "sampling temperature of the audit models", "[0, inf]")
     audit_majority: float = option(0.6, "share of a model's solutions that one answer needs", "(0.5, 1]")
     audit_keep_hard: float = option(0.25, "a doubted label stays if this share of solutions has it", "[0, 1]")
 
-    # 3 difficulty
-    samples: int = option(8, "responses of the target per problem; 0: no difficulty stage", "[0, inf)")
+    samples: int = option(8, "responses of the target per problem; 0: no difficulty stage", "[0, inf)", section="3 difficulty")
     temperature: float = option(1.0, "sampling temperature of the target, as in its training", "[0, inf]")
     min_pass_rate: float = option(0.0, "problems solved at most this often are too hard", "[0, 1]")
     max_pass_rate: float = option(1.0, "problems solved at least this often are too easy", "[0, 1]")
     unsolved_share: float = option(0.1, "share of the output that may be too hard, label confirmed", "[0, 1)")
 
-    # Sampling and machine
-    max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)")
+    max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)", section="Sampling and machine")
     think: str = option("auto", "thinking tags: auto, require or none, as in train.py", CHOICES["think"])
     seed: int = option(0, "seeds sampling and the choice among problems that are too hard", "(-inf, inf)")
     chunk: int = option(256, "problems between two writes of the state file", "(0, inf)")

@@ -1,5 +1,4 @@
-"""Problems in, training tensors out: data files, chat template, resumable order, `Rollout`, and
-`pack`.
+"""What training is made of: problems and their resumable order, rollouts, batches, and `pack`.
 
 `pack` is the one place where tokens are shifted: after it, index t of every per-token tensor means
 "action `targets[t]`, taken in the state before it".
@@ -8,12 +7,15 @@
 import json
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
+
+import distributed
 
 
 @dataclass
@@ -45,12 +47,12 @@ class Rollout:
     key: int  # of the counter-based random numbers: a hash of (seed, step, problem, sample)
     response_ids: list[int] = field(default_factory=list)
     rollout_logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)  # policy updates behind each token
+    weight_versions: list[int] = field(default_factory=list)  # policy updates before each token
     finish_reason: str = "abort"  # until it is "stop" or "length"
     text: str = ""
-    reward: float = 0.0  # raw: the verifier's score, or what --reward puts in its place
+    reward: float = 0.0  # raw: the verifier's score, or what --reward replaces it with
     correct: float = 0.0  # the verifier's score: 1 right, 0 wrong
-    reason: str = ""  # the verifier's
+    reason: str = ""  # of the verdict: a key of verify.REASONS
     answer: str | None = None  # text of the graded box
     overlong_penalty: float = 0.0
 
@@ -63,11 +65,10 @@ class Rollout:
 class DataOrder:
     """Endless, resumable order of the problems, from the number of draws and what became of them.
 
-    By default a shuffle: epoch e visits every problem once, in the order of seed + e.
+    A shuffle: epoch e visits every problem once, in the order of seed + e.
     `max_pass_rate` leaves out problems solved at least that often so far (no-positive-resampling,
-    ScaleRL 2510.13786), unless that would leave none. `failure_weighted` draws with replacement in
-    proportion to 1 - pass rate instead. A problem not yet tried counts as never solved.
-    `digests`, one per problem, tell after a resume which are still in their place.
+    ScaleRL 2510.13786), unless that would leave none. A problem not yet tried counts as
+    never solved. `digests`, one per problem, tell after a resume which are still in their place.
     """
 
     def __init__(
@@ -75,22 +76,21 @@ class DataOrder:
         num_problems: int,
         seed: int,
         max_pass_rate: float | None = None,
-        failure_weighted: bool = False,
         digests: Sequence[int] = (),
     ):
         self.num_problems, self.seed, self.digests = num_problems, seed, list(digests)
-        self.max_pass_rate, self.failure_weighted = max_pass_rate, failure_weighted
+        self.max_pass_rate = max_pass_rate
         self.drawn = 0
         self.tried, self.solved = [0] * num_problems, [0.0] * num_problems
         self._epoch, self._order = -1, []
 
     def draw(self) -> tuple[int, int]:
         """(number of the draw, index of the problem)."""
-        index = self._weighted() if self.failure_weighted else self._next()
+        index = self._next()
         for _ in range(2 * self.num_problems):  # as far apart as two visits may be
             if self.max_pass_rate is None or self.pass_rate(index) < self.max_pass_rate:
                 break
-            index = self._weighted() if self.failure_weighted else self._next()
+            index = self._next()
         return self.drawn - 1, index
 
     def _next(self) -> int:
@@ -100,13 +100,6 @@ class DataOrder:
             random.Random(self.seed + epoch).shuffle(self._order)
         self.drawn += 1
         return self._order[position]
-
-    def _weighted(self) -> int:
-        # 1e-3: a problem solved every time is still looked at now and then, it may be unlearnt.
-        weights = [1 - self.pass_rate(i) + 1e-3 for i in range(self.num_problems)]
-        generator = random.Random(f"{self.seed}:{self.drawn}")
-        self.drawn += 1
-        return generator.choices(range(self.num_problems), weights)[0]
 
     def pass_rate(self, index: int) -> float:
         """Mean raw reward of a problem so far, 0 if it was never tried."""
@@ -122,8 +115,8 @@ class DataOrder:
         return {name: getattr(self, name) for name in ("drawn", "tried", "solved", "digests")}
 
     def load_state_dict(self, state: dict[str, Any]) -> set[int]:
-        """Go on from `state_dict`, with as many problems; returns the places that hold another one
-        than then, of which nothing is known.
+        """Go on from `state_dict`, with as many problems; returns the places that now hold another
+        problem, of which nothing is known yet.
         """
         if len(state["tried"]) != self.num_problems:
             raise ValueError(
@@ -132,9 +125,10 @@ class DataOrder:
             )
         then = state.get("digests", ())  # checkpoints of earlier versions have none
         changed = {i for i, (a, b) in enumerate(zip(then, self.digests, strict=False)) if a != b}
-        still = lambda counts: [0 if i in changed else n for i, n in enumerate(counts)]
         self.drawn = state["drawn"]
-        self.tried, self.solved = still(state["tried"]), still(state["solved"])
+        self.tried, self.solved = list(state["tried"]), list(state["solved"])
+        for index in changed:
+            self.tried[index], self.solved[index] = 0, 0.0
         return changed
 
 
@@ -150,7 +144,7 @@ class Batch:
     rollouts: list[Rollout]
     response_lengths: Tensor  # (N,) int64
     response_mask: Tensor  # (N, T) bool, from lengths alone
-    fresh: Tensor  # (N, T) bool, those of them that the newest policy sampled
+    fresh: Tensor  # (N, T) bool, tokens of the mask that the newest policy sampled
     rollout_logprobs: Tensor  # (N, T) float32
     rewards: Tensor  # (N,) float32, raw
     truncated: Tensor  # (N,) bool
@@ -158,9 +152,7 @@ class Batch:
 
 
 def length_mask(lengths: Tensor, width: int | None = None) -> Tensor:
-    """(N,) lengths -> (N, width) bool, true before the length. Ids play no part: pad may equal
-    EOS.
-    """
+    """(N,) lengths -> (N, width) bool, true before the length. Not from ids: pad may equal EOS."""
     if width is None:
         width = int(lengths.max()) if len(lengths) else 0
     return torch.arange(width, device=lengths.device) < lengths[:, None]
@@ -207,6 +199,10 @@ class MicroBatch:
         """(A,) per action -> (R, T), zero outside the mask; differentiable."""
         return actions.new_zeros(self.mask.shape).masked_scatter(self.mask, actions)
 
+    def rows_of(self, tokens: Tensor | None) -> Tensor | None:
+        """(N, T) of the Batch -> (R, T) of this micro-batch; None stays None."""
+        return None if tokens is None else tokens[self.rows, : self.mask.shape[1]]
+
 
 def pack(
     rollouts: Sequence[Rollout], rows: Sequence[int], device: torch.device | str = "cpu"
@@ -224,9 +220,9 @@ def pack(
     boundaries = [0]
     for i in rows:
         prompt, response = rollouts[i].problem.prompt_ids, rollouts[i].response_ids
-        first = (
-            len(inputs) + len(prompt) - 1
-        )  # the state of the first action is the last prompt token
+        # The shift: response[t] is chosen in the state after the token before it, and response[0]
+        # after the last token of the prompt.
+        first = len(inputs) + len(prompt) - 1
         index += range(first, first + len(response))
         targets += response
         inputs += prompt + response[:-1]
@@ -236,13 +232,12 @@ def pack(
     lengths = torch.tensor(
         [len(rollouts[i].response_ids) for i in rows], dtype=torch.long, device=device
     )
-    tensor = lambda x, dtype=torch.long: torch.tensor(x, dtype=dtype, device=device)
     return MicroBatch(
-        rows=tensor(rows),
-        input_ids=tensor(inputs),
-        cu_seqlens=tensor(boundaries, torch.int32),
-        action_index=tensor(index),
-        targets=tensor(targets),
+        rows=torch.tensor(rows, dtype=torch.long, device=device),
+        input_ids=torch.tensor(inputs, dtype=torch.long, device=device),
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32, device=device),
+        action_index=torch.tensor(index, dtype=torch.long, device=device),
+        targets=torch.tensor(targets, dtype=torch.long, device=device),
         mask=length_mask(lengths),
     )
 
@@ -272,3 +267,18 @@ def partition(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[li
     # Heaviest first, dealt in turn: ranks hold micro-batches of like size at the same time.
     bins.sort(key=lambda rows: -sum(costs[i] for i in rows))
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def micro_batches(
+    batch: Batch, max_tokens: int, what: str, rows: Sequence[int] | None = None
+) -> Iterator[MicroBatch]:
+    """This rank's share of the given rows of the batch (default: all), packed, at most `max_tokens`
+    (prompt + response) in one; shows a progress bar named `what` if it takes long.
+    """
+    rows = range(len(batch.rollouts)) if rows is None else rows
+    rollouts = [batch.rollouts[i] for i in rows]
+    costs = [len(r.problem.prompt_ids) + len(r.response_ids) for r in rollouts]
+    mine = partition(costs, max_tokens, distributed.world_size())[distributed.rank()]
+    quiet = distributed.rank() > 0 or None  # None: tqdm shows no bar in a log file
+    for share in tqdm(mine, what, unit="micro-batch", leave=False, delay=2, disable=quiet):
+        yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)

@@ -51,6 +51,11 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
+def launched_rank() -> int:
+    """The rank that a launcher gave this process, known before `init`; 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:
@@ -328,6 +333,6 @@ def load_optimizer_state(
         group.update(setting)
 
 
-def grad_norm(module: nn.Module, max_norm: float) -> float:
-    """Clip the global gradient norm of all ranks to `max_norm`; returns the norm before."""
-    return float(full(nn.utils.clip_grad_norm_(module.parameters(), max_norm)))
+def grad_norm(module: nn.Module) -> Tensor:
+    """Global gradient norm of all ranks, a scalar; sharded like the gradients, see `full`."""
+    return nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)

@@ -47,7 +47,7 @@ class Options:
     """One evaluation. Units: tokens, seconds. None: see FROM_RUN."""
 
     # fmt: off
-    model: str = option(str(ROOT / "assets/tiny-base"), "checkpoint, hub id, or run (newest policy)")
+    model: str = option(str(ROOT / "assets/tiny-base"), "checkpoint, hub id, or run (newest policy)", section="What to evaluate")
     data: list[str] = option([str(ROOT / "assets/eval.jsonl")], "sets: .jsonl, .parquet or hub NAME[:CONFIG][@SPLIT], one or more")
     n: int = option(16, "responses per problem", "(0, inf)")
     compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
@@ -55,14 +55,12 @@ class Options:
     output: str = option("", "JSON file to write; with --compare a figure .png next to it")
     save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
-    # Problems
-    prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)")
+    prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)", section="Problems")
     label_key: str | None = option(None, "column of the answer (default: the run's, else label, ...)")
     prompt_suffix: str | None = option(None, "line after every prompt (default: the run's)")
     max_prompt_tokens: int = option(4096, "longer prompts are dropped, and counted", "(0, inf)")
 
-    # Sampling
-    max_response_tokens: int | None = option(None, "response budget (default: the run's, else 128)", "(0, inf)")
+    max_response_tokens: int | None = option(None, "response budget (default: the run's, else 128)", "(0, inf)", section="Sampling")
     temperature: float = option(1.0, "sampling temperature; 0: greedy", "[0, inf]")
     top_p: float = option(1.0, "draw from the likeliest tokens of this total probability", "(0, 1]")
     top_k: int = option(0, "draw from that many likeliest tokens; 0: all", "[0, inf)")
@@ -72,8 +70,7 @@ class Options:
     answer_tokens: int = option(32, "budget of the answer after a forced end", "(0, inf)")
     seed: int = option(0, "seeds sampling and bootstrap", "(-inf, inf)")
 
-    # Machine
-    device: str = option("auto", "auto, cpu or cuda", CHOICES["device"])
+    device: str = option("auto", "auto, cpu or cuda", CHOICES["device"], section="Machine")
     dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32", CHOICES["dtype"])
     nproc: int = option(1, "processes on this node, one per GPU; problems are shared out", "(0, inf)")
     slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")

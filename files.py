@@ -105,11 +105,16 @@ def config_of(run: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged ({error}); put back a good copy.") from error
 
 
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first; one being written has another name."""
+    return sorted((run / "checkpoints").glob("step_??????"))
+
+
 def part_of(path: str, part: str) -> str:
     """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
     it is.
     """
-    newest = max((Path(path) / "checkpoints").glob("step_??????"), default=Path(path))
+    newest = max(checkpoints(Path(path)), default=Path(path))
     return str(newest / part) if (newest / part).is_dir() else path
 
 

@@ -1,7 +1,7 @@
-"""The objectives of reinforcement learning with verifiable rewards, each in its own equation.
+"""GRPO, PPO with a critic, and JustRL II: the maths of a step, one equation at a time.
 
-An algorithm is a row of ALGORITHMS (end of the file): advantage x objective x aggregation x
-off-policy weight x filter, every part written once and shared, here in the order of a step:
+An algorithm is advantage x objective x aggregation x off-policy weight; algorithms.py has the table
+and the parts that only its other rows use. The order here is that of a step, in this notation:
 
     r      reward of a response, on its last token     V    value of the state before a token
     A      advantage of a token                        R    what V is regressed on, `returns`
@@ -15,11 +15,10 @@ included) changes no bit of a result or gradient: it is removed with `where` bef
 Advantages take the mask of whole responses, a prefix of True per row; losses take any mask. Rows
 are never cut, so a batch may be split by rows into any micro-batches. `old_logprobs` are the
 trainer's at the start of the step, `rollout_logprobs` the sampler's own. Metrics are pairs
-(numerator, denominator): add over micro-batches first, divide last.
+(numerator, denominator): sum both over micro-batches, then divide.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ KL_LOSS_BOUND = 10.0  # one token in a million may not outweigh the rest; no gra
 def overlong_penalty(
     lengths: Tensor, max_response_tokens: int, buffer_tokens: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft overlong punishment, DAPO (2503.14476): (N,) float64 in [-factor, 0].
+    """Soft overlong punishment, DAPO (2503.14476) eq. 13: (N,) float64 in [-factor, 0].
 
     0 up to max - buffer tokens, then linear down to -factor at max. buffer_tokens 0 turns it off.
     """
@@ -63,17 +62,7 @@ def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
     """
     if not 0 < k <= 1:
         raise ValueError(f"gae_lambda_k must be in (0, 1], got {k}")
-    return keep(torch.exp(math.log(k) / lengths.double()), lengths > 0)
-
-
-def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """lambda_i = max(1 - 1/(alpha L_i), 0), VAPO (2504.05118); (N,) float64.
-
-    k^(1/L) with k = exp(-1/alpha) is the same to first order in 1/L.
-    """
-    if alpha <= 0:
-        raise ValueError(f"gae_lambda_alpha must be positive, got {alpha}")
-    return keep((1 - 1 / (alpha * lengths.double())).clamp(min=0), lengths > 0)
+    return masked(torch.exp(math.log(k) / lengths.double()), lengths > 0)
 
 
 def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
@@ -96,21 +85,26 @@ def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gae_lambda: float | Tensor, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438): (advantages, returns), both (N, T).
+    """Generalised advantage estimation (1506.02438, eq. 16): (advantages, returns), both (N, T).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lambda A_{t+1},   return = A + V.
     gae_lambda is one number or one per row. V after the last token is 0, for a truncated response
     too. Computed in float64, returned in the dtype of `values`, 0 outside the mask.
     """
-    v = keep(values, mask).double()
+    # float64: with lambda near 1 a sum over 100k tokens loses digits that whitening would magnify.
+    v = masked(values, mask).double()
     next_v = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
-    delta = keep(rewards.double() + gamma * next_v - v, mask)
+    delta = masked(rewards.double() + gamma * next_v - v, mask)
     decay = gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=v.device)
     advantages = discounted_suffix_sum(delta, decay.expand(v.shape[0]))
     return advantages.to(values.dtype), (advantages + v).to(values.dtype)
 
 
-# --- advantages: keyword arguments are fields of the configuration, each takes what it needs ---
+# --- advantages ------------------------------------------------------------------------------
+#
+# Each takes by keyword what it needs of a step's tensors (token_rewards, raw_token_rewards, values,
+# mask, group_ids) and of the configuration, and returns the advantages (N, T) with the value
+# targets (N, T), or None where there is no critic.
 
 
 def scores(token_rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
@@ -120,18 +114,23 @@ def scores(token_rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
             "group-relative advantages need at least two responses per prompt: "
             "raise group_size, or choose an algorithm with a critic"
         )
-    return keep(token_rewards, mask).sum(1, dtype=torch.float64)
+    return masked(token_rewards, mask).sum(1, dtype=torch.float64)
 
 
 def spread_over_tokens(advantages: Tensor, mask: Tensor, dtype) -> tuple[Tensor, None]:
     """(N,) -> (N, T): each token gets its response's advantage; there is no value target."""
-    return keep(advantages[:, None].to(dtype), mask), None
+    return masked(advantages[:, None].to(dtype), mask), None
 
 
 def grpo_advantages(
-    *, token_rewards, mask, group_ids, std_normalize=True, std_ddof=0, **_
+    *,
+    token_rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    std_normalize: bool = True,
+    std_ddof: int = 0,
 ) -> tuple[Tensor, None]:
-    """(r_i - mean) / (std + 1e-6) within each group, GRPO (2402.03300).
+    """(r_i - mean) / (std + 1e-6) within each group, GRPO (2402.03300, section 4.1.2).
 
     std_normalize=False keeps r_i - mean (Dr. GRPO, 2503.20783): dividing by the std weighs prompts
     by 1/sqrt(p(1-p)). std_ddof 0 is the population std, 1 the sample std. A group of equal rewards
@@ -142,19 +141,25 @@ def grpo_advantages(
     centred = r - group_sum(r, group_ids) / size
     if std_normalize:
         variance = group_sum(centred.square(), group_ids) / (size - std_ddof)
-        centred = centred / (variance.sqrt() + 1e-6)
+        centred = centred / (variance.sqrt() + 1e-6)  # 1e-6 as in the reference: 0 / 0 gives 0
     return spread_over_tokens(centred, mask, token_rewards.dtype)
 
 
 def ppo_advantages(
-    *, token_rewards, raw_token_rewards, values, mask, gamma=1.0, gae_lambda=0.95, **_
+    *,
+    token_rewards: Tensor,
+    raw_token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
 ) -> tuple[Tensor, Tensor]:
     """GAE with one lambda for all responses, PPO (1707.06347). Value target: A + V.
 
     The target is computed from the raw rewards: length penalties and KL are the policy's concern.
     """
     advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
-    _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)
+    _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)  # A + V: bootstraps
     return advantages, returns
 
 
@@ -166,43 +171,49 @@ def group_correction(
     Leave-one-out group centring of JustRL II: added to the terminal reward, it removes what the
     critic still misjudges about the prompt. A group of one gets 0, an empty response counts 0.
     """
-    last_values = keep(values, last_token(mask)).sum(1)
-    residual = keep((raw_rewards - last_values).double(), mask.any(1))
+    last_values = masked(values, last_token(mask)).sum(1)
+    residual = masked((raw_rewards - last_values).double(), mask.any(1))
+    # Leave one out: with its own residual in the mean, a response would correct itself.
     others = group_size(group_ids) - 1
     mean = (group_sum(residual, group_ids) - residual) / others.clamp(min=1)
-    return keep(-mean, others > 0)
+    return masked(-mean, others > 0)
 
 
 def decoupled_advantages(
-    gae_lambda, token_rewards, raw_token_rewards, values, mask, gamma
+    gae_lambda: Tensor,
+    token_rewards: Tensor,
+    raw_token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantage by gae_lambda, value target by lambda = 1: the sum of raw rewards to come.
 
     The target does not contain V, so the critic regresses on outcomes and never on itself.
     """
     advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
+    # With V = 0 and lambda = 1 the advantage is the plain suffix sum of rewards.
     returns, _ = gae(raw_token_rewards, torch.zeros_like(values), mask, 1.0, gamma)
     return advantages, returns
 
 
 def justrl2_advantages(
     *,
-    token_rewards,
-    raw_token_rewards,
-    values,
-    mask,
-    group_ids=None,
-    gamma=1.0,
-    gae_lambda_k=0.5,
-    group_center=False,
-    **_,
+    token_rewards: Tensor,
+    raw_token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    group_ids: Tensor | None = None,
+    gamma: float = 1.0,
+    gae_lambda_k: float = 0.5,
+    group_center: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """JustRL II: length-adaptive lambda k^(1/L), decoupled value target, optional group centring.
 
     Length-adaptive: the first token of a response sees k^((L-1)/L) of the outcome at every length.
     """
     if group_center:
-        raw = keep(raw_token_rewards, mask).sum(1)
+        raw = masked(raw_token_rewards, mask).sum(1)
         correction = group_correction(raw, values, mask, group_ids)
         token_rewards = token_rewards + terminal_reward(correction, mask)
     gae_lambda = length_adaptive_lambda(mask.sum(1), gae_lambda_k)
@@ -232,11 +243,12 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     n = int(mask.sum())
     if n == 0:
         raise ValueError("whiten: every token of the batch is masked, there is nothing to whiten")
-    mean = keep(values, mask).sum(dtype=torch.float64) / n
-    centred = keep(values - mean.to(values.dtype), mask)
+    # float64 sums: float32 over a million tokens would depend on their order.
+    mean = masked(values, mask).sum(dtype=torch.float64) / n
+    centred = masked(values - mean.to(values.dtype), mask)
     variance = centred.square().sum(dtype=torch.float64) / max(n - 1, 1)
     scaled = centred * torch.rsqrt(variance + eps).to(values.dtype)
-    return scaled if shift_mean else keep(scaled + mean.to(values.dtype), mask)
+    return scaled if shift_mean else masked(scaled + mean.to(values.dtype), mask)
 
 
 # --- the critic's loss -----------------------------------------------------------------------
@@ -260,9 +272,10 @@ def value_loss(
     old_error, _ = usable_difference(old_values, returns, usable)
     moved, known = usable_difference(values, old_values, usable)
     squared = error.square()
+    # Without the usual 1/2, as in the reference: the critic's learning rate belongs to this scale.
     metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:
-        clipped_error = old_error + moved.clamp(-value_clip, value_clip)
+        clipped_error = old_error + moved.clamp(-value_clip, value_clip)  # V clipped around V_old
         squared = torch.maximum(squared, clipped_error.square())
         metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
     return aggregate(squared, mask, row_weights=row_weights), metrics
@@ -294,7 +307,7 @@ def importance_weights(
     elif mode == "tis":
         weights = ratio.clamp(low, high)
     elif mode == "icepop":
-        weights = keep(ratio, inside)
+        weights = masked(ratio, inside)
     else:
         raise ValueError(f"unknown is_mode '{mode}': choose none, tis or icepop")
     metrics = {
@@ -307,13 +320,13 @@ def importance_weights(
         ),
         "is_nonfinite": mean_pair(~usable, mask),
     }
-    return keep(weights, usable), metrics
+    return masked(weights, usable), metrics
 
 
 def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """The log-ratio that an objective sees, (N, T).
 
-    token: each token's own. sequence: the mean over the response's tokens, GSPO (2507.18071).
+    token: each token's own. sequence: the mean over the response, GSPO (2507.18071, eq. 7).
     sequence-token: the sequence's value with each token's own gradient, GSPO-token.
     """
     if level == "token":
@@ -328,7 +341,7 @@ def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """(N,) float64: (sum_t w)^2 / sum_t w^2 with w = exp(log_ratio), between 1 and the length."""
-    w = keep(log_ratio.detach().double().exp(), mask)
+    w = masked(log_ratio.detach().double().exp(), mask)
     return w.sum(1).square() / w.square().sum(1).clamp(min=1e-30)
 
 
@@ -345,9 +358,10 @@ def off_policy_sequences(log_ratio: Tensor, advantages: Tensor, mask: Tensor, de
 
 
 def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
-    """min(rho A, clip(rho, 1 - low, 1 + high) A), PPO; dual_clip c bounds it below by c A, A < 0.
+    """min(rho A, clip(rho, 1 - low, 1 + high) A), PPO (1707.06347, eq. 7).
 
     clip_high > clip_low is clip-higher (DAPO): rare tokens may rise further than they may fall.
+    dual_clip c (1912.09729) bounds the loss where A < 0, which is unbounded in rho otherwise.
     """
     unclipped = log_ratio.exp() * advantages
     clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -387,7 +401,7 @@ def approx_kl(
     elif estimator == "k2":
         kl = d.square() / 2
     elif estimator in ("k3", "k3_is"):
-        kl = torch.expm1(-d.clamp(min=-MAX_KL_LOG_RATIO)) + d
+        kl = torch.expm1(-d.clamp(min=-MAX_KL_LOG_RATIO)) + d  # expm1: no cancellation near d = 0
     else:
         raise ValueError(f"unknown kl_estimator '{estimator}': choose k1, k2, k3 or k3_is")
     kl = kl if ratio is None else ratio * kl
@@ -454,121 +468,96 @@ def aggregate(
     """
     if row_weights is None:
         row_weights = aggregation_weights(mode, mask.sum(1), group_ids=group_ids, constant=constant)
-    return (row_weights.to(per_token.dtype) * keep(per_token, mask).sum(1)).sum()
+    return (row_weights.to(per_token.dtype) * masked(per_token, mask).sum(1)).sum()
 
 
 # --- the policy's loss -----------------------------------------------------------------------
 
 
+# fmt: off
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    objective: str = "clip",
-    ratio_level: str = "token",
-    row_weights: Tensor | None = None,
-    aggregation: str = "token-mean",
-    weights: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    sapo_tau_pos: float = 1.0,
-    sapo_tau_neg: float = 1.05,
-    opsm_delta: float | None = None,
-    entropy_control: str = "none",
-    cov_mask: Tensor | None = None,
-    cov_kl_coef: float = 1.0,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+    # what is maximised: J of a token, and the limits that it reads
+    objective: str = "clip", ratio_level: str = "token",
+    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None,
+    sapo_tau_pos: float = 1.0, sapo_tau_neg: float = 1.05,
+    # how tokens count: w of each, c of each response
+    weights: Tensor | None = None, opsm_delta: float | None = None,
+    row_weights: Tensor | None = None, aggregation: str = "token-mean",
+    # what is added
+    entropy_control: str = "none", cov_mask: Tensor | None = None, cov_kl_coef: float = 1.0,
+    ref_logprobs: Tensor | None = None, kl_coef: float = 0.0, kl_estimator: str = "k3",
+    entropy: Tensor | None = None, entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict]:
+    # fmt: on
     """Scalar loss of one micro-batch, and its metrics.
 
     loss = sum_i c_i sum_t (-w J + kl_coef KL - entropy_coef H) with J = OBJECTIVES[objective],
-    w = `weights`, c = `row_weights` (else `aggregation` over these rows). log rho is bounded to
-    +-MAX_LOG_RATIO, without gradient beyond. A log-ratio, advantage or reference log-prob that is
-    not finite is taken as 0 and counted as `nonfinite`. `cov_mask`: the tokens that
-    entropy_control detaches (clip_cov) or ties to the old policy (kl_cov).
+    w = `weights`, c = `row_weights` (without them `aggregation` over these rows). `cov_mask`: the
+    tokens that entropy_control detaches (clip_cov) or ties to the old policy (kl_cov). A log-ratio,
+    advantage or reference log-prob that is not finite counts as 0 here and as `nonfinite` in the
+    metrics, so that one such token stops the run with a count and not with a NaN of unknown origin.
     """
     log_rho, usable = usable_difference(logprobs, old_logprobs, mask)
-    log_rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    finite = torch.isfinite(advantages)
-    sound = usable & finite
-    limits = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    limits |= dict(sapo_tau_pos=sapo_tau_pos, sapo_tau_neg=sapo_tau_neg)
-    logp, advantages = keep(logprobs, usable), keep(advantages, mask & finite)
-    how = OBJECTIVES[objective], ratio_level, weights, opsm_delta
-    gain, metrics = surrogate(logp, log_rho, advantages, mask, *how, **limits)
+    log_rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # no gradient beyond
+    finite = usable & torch.isfinite(advantages)
+    advantages = masked(advantages, mask & torch.isfinite(advantages))
+    logp, level = masked(logprobs, usable), ratio_at_level(log_rho, mask, ratio_level)
+    limits = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    limits |= {"sapo_tau_pos": sapo_tau_pos, "sapo_tau_neg": sapo_tau_neg}
+    gain, at_limit = OBJECTIVES[objective](
+        logprobs=logp, log_ratio=level, advantages=advantages, mask=mask, **limits
+    )
+    metrics = movement(log_rho, level, mask) | {"clip_fraction": mean_pair(at_limit, mask)}
+    if weights is not None:
+        gain = gain * masked(weights, mask)
+    if opsm_delta is not None:
+        stale = off_policy_sequences(log_rho, advantages, mask, opsm_delta)
+        gain = masked(gain, ~stale)
+        metrics["opsm_fraction"] = mean_pair(stale, mask)
     loss = -gain
     if entropy_control == "clip_cov":
         loss = torch.where(cov_mask, loss.detach(), loss)
     elif entropy_control == "kl_cov":
-        # k3 with the roles swapped: for tokens of the old policy it is KL(old || new), exactly.
+        # k3 with the roles swapped: on tokens of the old policy it estimates KL(old || new).
         moved = approx_kl(old_logprobs, logprobs, mask=mask, bound=KL_LOSS_BOUND)
-        loss = loss + cov_kl_coef * keep(moved, cov_mask)
+        loss = loss + cov_kl_coef * masked(moved, cov_mask)
     if ref_logprobs is not None:
         ratio = log_rho.exp() if kl_estimator == "k3_is" else None
         kl = approx_kl(logprobs, ref_logprobs, kl_estimator, mask, ratio=ratio, bound=KL_LOSS_BOUND)
         loss = loss + kl_coef * kl
-        sound = sound & torch.isfinite(ref_logprobs)
+        finite = finite & torch.isfinite(ref_logprobs)
         metrics["kl"] = mean_pair(kl, mask)
     if entropy is not None:
-        # 0 times an infinite entropy would be NaN.
-        loss = loss - entropy_coef * entropy if entropy_coef else loss
+        if entropy_coef:  # 0 times an infinite entropy would be NaN
+            loss = loss - entropy_coef * entropy
         metrics["entropy"] = mean_pair(entropy, mask)
-    metrics["nonfinite"] = mean_pair(~sound, mask)
+    metrics["nonfinite"] = mean_pair(~finite, mask)
     return aggregate(loss, mask, aggregation, row_weights=row_weights), metrics
 
 
-def surrogate(
-    logprobs: Tensor,
-    log_rho: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    objective: Callable,
-    ratio_level: str,
-    weights: Tensor | None,
-    opsm_delta: float | None,
-    **limits: float | None,
-) -> tuple[Tensor, dict]:
-    """(w J of each token, metrics of how far the policy has moved); all inputs finite, (N, T).
-
-    0 for the tokens that opsm_delta drops. `limits` are the keyword arguments of the objectives.
+def movement(log_rho: Tensor, level: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics of how far the policy has moved since the start of the step; `level` is log_rho as
+    the objective sees it (`ratio_at_level`).
     """
-    level = ratio_at_level(log_rho, mask, ratio_level)
-    gain, at_limit = objective(
-        logprobs=logprobs, log_ratio=level, advantages=advantages, mask=mask, **limits
-    )
-    metrics = {
-        "clip_fraction": mean_pair(at_limit, mask),
-        "approx_kl": mean_pair(-log_rho, mask),
+    return {
+        "approx_kl": mean_pair(-log_rho, mask),  # k1: E_old[log old - log new]
         "ratio": mean_pair(level.exp(), mask),
         "ess": (effective_sample_size(level, mask).sum(), mask.sum()),
     }
-    if weights is not None:
-        gain = gain * keep(weights, mask)
-    if opsm_delta is not None:
-        stale = off_policy_sequences(log_rho, advantages, mask, opsm_delta)
-        gain = keep(gain, ~stale)
-        metrics["opsm_fraction"] = mean_pair(stale, mask)
-    return gain, metrics
 
 
 # --- masks and sums --------------------------------------------------------------------------
 
 
-def keep(x: Tensor, mask: Tensor) -> Tensor:
-    """x where mask, else 0. Multiplying would not do: NaN times 0 is NaN."""
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask, else 0. Not x * mask: NaN times 0 is NaN."""
     return torch.where(mask, x, 0.0)
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     """(N, T) -> (N,): mean over the tokens of each row, 0 for a row without tokens."""
-    return keep(x, mask).sum(1) / mask.sum(1).clamp(min=1)
+    return masked(x, mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def last_token(mask: Tensor) -> Tensor:
@@ -579,7 +568,7 @@ def last_token(mask: Tensor) -> Tensor:
 def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
     usable = mask & torch.isfinite(a - b)
-    return keep(a - b, usable), usable
+    return masked(a - b, usable), usable
 
 
 def same_group(group_ids: Tensor) -> Tensor:
@@ -599,4 +588,4 @@ def group_size(group_ids: Tensor) -> Tensor:
 
 def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
-    return keep(x.detach().float(), mask).sum(), mask.sum()
+    return masked(x.detach().float(), mask).sum(), mask.sum()

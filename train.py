@@ -2,34 +2,29 @@
 
 One step, in the order of the method:
 
-    1 collect   sample groups, verify, keep those with signal          rollout.collect
-    2 shape     actor: reward + overlong penalty; critic: reward       shape_rewards
-    3 pack      micro-batches without padding                          forward.micro_batches
-    4 value     V of every token, before the critic moves              forward.score_critic
-    5 advantage by the algorithm; whitening is a step of its own       compute_advantages
-    6 critic    one or more updates towards the raw reward             update_critic
-    7 policy    old log-probs, then one or more updates of the         forward.score_policy,
-                surrogate, once the critic is warm                     update_policy
-    8 books     metrics, samples, checkpoint, evaluation               train
+    1 collect     sample groups of responses, verify, keep those with signal   rollout.collect
+    2 shape       actor: reward + overlong penalty; critic: reward             shape_rewards
+    3 values      V of every token, before the critic moves                    score_critic
+    4 advantages  by the algorithm; whitening is a step of its own             compute_advantages
+    5 critic      one or more updates towards the raw reward                   update_critic
+    6 policy      old log-probs, then one or more updates of the surrogate,    score_policy,
+                  once the critic has warmed up                                update_policy
+    7 report      metrics, samples, checkpoint, evaluation                     train
 
-The scalars of a step are held whole on every rank, so statistics and denominators are global
-without a collective; only model forwards and backwards are shared out.
+Every rank holds the scalars of a step whole, so statistics and denominators are global without a
+collective; only the forward and backward passes of the models are shared out.
 """
 
-import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import algorithms
@@ -38,51 +33,77 @@ import files
 import losses
 import rollout
 from config import Config, parse, reward_weights
-from data import Batch, to_batch
+from data import Batch, micro_batches, to_batch
 from distributed import print0
-from forward import (
-    LOSSES,
-    micro_batches,
-    minibatches,
-    row_weights,
-    score_critic,
-    score_policy,
-)
+from model import Transformer
 from rewards import has_format
-from run import checkpoint, plan
+from run import checkpoint, plan, postmortem
 from run import metrics as run_metrics
-from run.checkpoint import State
-from run.optimizer import at_work, optimizer_step
-from run.postmortem import replay, save_replay
-from run.setup import Run, set_up
-from sampler.sampling import Truncation
+from run.alarms import alarms
+from run.evaluation import evaluate, evaluate_if_missing, evaluation_is_due
+from run.optimizer import optimizer_step
+from run.setup import set_up
+from run.signals import handle_signals
+from run.state import Run, State
 
-# A run that kept no group for so many steps in a row learns nothing and stops.
+# A run that keeps no group for this many steps in a row learns nothing and stops.
 EMPTY_STEPS = 3
 PROMPT_END = 120  # characters shown at the start: does the prompt ask for a box?
-SIGNAL_NOTE = {
-    signal.SIGINT: b"\nstopping after this step (Ctrl-C again to stop at once, losing it)\n",
-    signal.SIGTERM: b"\nSIGTERM: saving, then leaving\n",
-}
 
 
 # ---- one step
 
 
 def train_step(run: Run, state: State) -> dict[str, float] | None:
-    """Steps 1 to 7 of the method; returns the metrics of the step, or None if SIGTERM cut its
-    rollout short and nothing has changed.
-    """
-    clock = run_metrics.Clock()
+    """One step of the method; returns its metrics, or None, changing nothing, if SIGTERM came."""
+    config, clock = run.config, run_metrics.Clock()
+    # 1. Groups of responses, each verified; those of one outcome are gone (dynamic sampling).
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
         checkpoint.set_position(state, before, run.problems)
         return None
     with sampling_ahead(run, state, clock):
-        metrics = learn(run, state, collected, clock)
+        add_overlong_penalty(collected, config)
+        metrics = run_metrics.rollout_metrics(collected, config, state.sampler.weight_version)
+        values = advantages = None
+        if collected.groups:
+            kept = [r for group in collected.groups for r in group]
+            batch = to_batch(kept, run.device, state.sampler.weight_version)
+            mask = loss_mask(batch, config)
+            # 2. The policy is paid for brevity too, the critic predicts the raw reward.
+            token_rewards, raw_token_rewards = shape_rewards(batch, config)
+            # 3. V before the critic's update: advantages must not see what it learns from them.
+            if state.critic is not None:
+                with clock("score_critic"), state.on_device("critic", run):
+                    values = score_critic(state.critic, batch, config)
+            # 4. Advantages, and what V is regressed on.
+            advantages, returns = compute_advantages(
+                run, batch, token_rewards, raw_token_rewards, values
+            )
+            # 5. The critic learns from every batch, also while the policy waits for it.
+            if state.critic is not None:
+                with clock("update_critic"), state.on_device("critic", run):
+                    metrics |= update_critic(run, state, batch, values, returns)
+            # Not before that update, which stops the run if one of these values is not finite.
+            metrics |= run_metrics.write_audit(
+                run.folder, state.step + 1, batch, mask, values, advantages
+            )
+            # 6. The policy, once V is worth something.
+            warm = state.critic is None or state.step >= config.num_critic_only_steps
+            if warm and mask.any():
+                with clock("score_policy"), state.on_device("policy", run):
+                    old_logprobs, entropy = score_policy(state.policy, batch, config)
+                with clock("update_policy"), state.on_device("policy", run):
+                    metrics |= update_policy(run, state, batch, advantages, old_logprobs)
+                metrics |= run_metrics.score_metrics(batch, mask, old_logprobs, entropy, advantages)
+        tokens = {"values": values, "advantages": advantages}
+        run_metrics.write_rollouts(
+            run.folder, config.log_samples, state.step + 1, collected, tokens
+        )
+    # Not before: with --async-steps the thread samples the next step from the old weights.
     if "policy/loss" in metrics:
-        with clock("refresh_sampler"), at_work(*state.part("policy"), run.device, run.config):
+        with clock("refresh_sampler"), state.on_device("policy", run):
             distributed.copy_weights(state.policy, state.sampler.model)
             state.sampler.weight_version += 1
     state.step += 1
@@ -93,7 +114,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
 
 
 def collect(run: Run, state: State, step: int) -> rollout.Collected:
-    """Step 1, with the weights the sampler has."""
+    """Sample the groups of a step with the weights that the sampler has."""
     start = time.perf_counter()
     collected = rollout.collect(
         state.sampler, run.grader, run.problems, state.order, state.buffer, run.config, step
@@ -106,8 +127,8 @@ def collect(run: Run, state: State, step: int) -> rollout.Collected:
 def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator[None]:
     """--async-steps 1: sample the next step in a thread while the body updates the policy.
 
-    The thread has the sampler, the order and the buffer for itself until it ends, and it ends
-    before the sampler gets new weights: a rollout never sees half an update.
+    The thread alone uses the sampler, the order and the buffer until it ends, and it ends before
+    the sampler gets new weights: no response is sampled from half an update.
     """
     state.ahead = None
     if not run.config.async_steps or state.step + 1 == run.config.steps:
@@ -115,10 +136,10 @@ def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator
         return
     stream = torch.cuda.Stream() if run.device.type == "cuda" else None
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())  # behind the last copy of weights
+        stream.wait_stream(torch.cuda.current_stream())  # the last copy of weights must be done
 
     def work() -> rollout.Collected:
-        with torch.cuda.stream(stream):  # of its own, or its kernels queue behind the update
+        with torch.cuda.stream(stream):  # or its kernels would queue after those of the update
             return collect(run, state, state.step + 1)
 
     with ThreadPoolExecutor(1) as thread:
@@ -128,51 +149,15 @@ def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator
             with clock("wait_rollout"):
                 state.ahead = future.result()
         except BaseException:
-            state.sampler.interrupted = True  # nobody wants the rest
+            state.sampler.interrupted = True  # or the executor would wait for the whole rollout
             raise
 
 
-def learn(
-    run: Run, state: State, collected: rollout.Collected, clock: run_metrics.Clock
-) -> dict[str, float]:
-    """Steps 2 to 7 on the groups of a step, and its samples; returns the metrics."""
-    config = run.config
-    add_overlong_penalty(collected, config)
-    metrics = run_metrics.rollout_metrics(collected, config, state.sampler.weight_version)
-    kept = [r for group in collected.groups for r in group]
-    values = advantages = None
-    on_device = lambda part: at_work(*state.part(part), run.device, config)
-    if kept:
-        batch = to_batch(kept, run.device, state.sampler.weight_version)
-        mask = loss_mask(batch, config)
-        token_rewards, raw_token_rewards = shape_rewards(batch, config)
-        if state.critic is not None:
-            with clock("score_critic"), on_device("critic"):
-                values = score_critic(state.critic, batch, config)
-        advantages, returns = compute_advantages(
-            run, batch, token_rewards, raw_token_rewards, values
-        )
-        if state.critic is not None:
-            with clock("update_critic"), on_device("critic"):
-                metrics |= update_critic(run, state, batch, values, returns)
-        # Behind that update, which stops the run if one of these values is not finite.
-        metrics |= run_metrics.write_audit(
-            run.folder, state.step + 1, batch, mask, values, advantages
-        )
-        warm = state.critic is None or state.step >= config.num_critic_only_steps
-        if warm and mask.any():
-            with clock("score_policy"), on_device("policy"):
-                old_logprobs, entropy = score_policy(state.policy, batch, config)
-            with clock("update_policy"), on_device("policy"):
-                metrics |= update_policy(run, state, batch, advantages, old_logprobs)
-            metrics |= run_metrics.score_metrics(batch, mask, old_logprobs, entropy, advantages)
-    tokens = {"values": values, "advantages": advantages}
-    run_metrics.write_rollouts(run.folder, config.log_samples, state.step + 1, collected, tokens)
-    return metrics
+# ---- rewards and advantages
 
 
 def add_overlong_penalty(collected: rollout.Collected, config: Config) -> None:
-    """Note the penalty of every response that ended, kept or not."""
+    """Set the penalty of every response that ended, kept or not."""
     ended = [r for group in collected.finished for r in group]
     penalties = losses.overlong_penalty(
         torch.tensor([len(r.response_ids) for r in ended]),
@@ -186,8 +171,8 @@ def add_overlong_penalty(collected: rollout.Collected, config: Config) -> None:
 
 def overlong_penalties(batch: Batch) -> Tensor:
     """(N,) float64, not positive."""
-    noted = [r.overlong_penalty for r in batch.rollouts]
-    return torch.tensor(noted, dtype=torch.float64, device=batch.rewards.device)
+    penalties = [r.overlong_penalty for r in batch.rollouts]
+    return torch.tensor(penalties, dtype=torch.float64, device=batch.rewards.device)
 
 
 def mixed_rewards(batch: Batch, config: Config) -> Tensor:
@@ -206,7 +191,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     Critic: the mixed reward. Actor: mixed + length reward + overlong penalty, unless the penalty
     is injected into the advantages later.
     """
-    actor = critic = mixed_rewards(batch, config)
+    actor = critic = mixed_rewards(batch, config)  # float64: sums of shares stay exact
     if config.overlong_injection_alpha is None:
         actor = actor + overlong_penalties(batch)
     if config.critic_sees_penalty:
@@ -217,27 +202,25 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
             batch.response_lengths,
             batch.group_ids,
             weight=config.length_reward_weight,
-            min_spread=config.length_reward_min_spread,
-            min_longest=config.length_reward_min_longest,
         )
-    on_last = lambda reward: losses.terminal_reward(reward.float(), batch.response_mask)
-    return on_last(actor), on_last(critic)
+    mask = batch.response_mask
+    return losses.terminal_reward(actor.float(), mask), losses.terminal_reward(critic.float(), mask)
 
 
 def compute_advantages(
     run: Run, batch: Batch, token_rewards: Tensor, raw_token_rewards: Tensor, values: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages (N, T), whitened over the step if asked for, and value targets (N, T) or None."""
-    advantages, returns = run.row.advantage(
+    advantages, returns = run.row.advantages(
+        run.config,
         token_rewards=token_rewards,
         raw_token_rewards=raw_token_rewards,
         values=values,
         mask=batch.response_mask,
         group_ids=batch.group_ids,
-        **asdict(run.config),
     )
     if run.config.overlong_injection_alpha is not None:
-        decay = losses.vapo_lambda(batch.response_lengths, run.config.overlong_injection_alpha)
+        decay = algorithms.vapo_lambda(batch.response_lengths, run.config.overlong_injection_alpha)
         advantages = losses.inject_terminal(
             advantages, overlong_penalties(batch), batch.response_mask, decay
         )
@@ -252,24 +235,87 @@ def loss_mask(batch: Batch, config: Config) -> Tensor:
     --overlong-filter, those of the newest policy under --partial-mask-old.
     """
     mask = batch.fresh if config.partial_mask_old else batch.response_mask
-    return mask & ~batch.truncated[:, None] if config.overlong_filter else mask
+    if config.overlong_filter:  # DAPO (2503.14476), section 3.4: a cut-off response may be right
+        mask = mask & ~batch.truncated[:, None]
+    return mask
+
+
+# ---- the models before the update
+
+
+@torch.no_grad()
+def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
+    logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
+    for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "log-probs"):
+        logp, h = policy(
+            mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, config.temperature
+        )
+        logprobs[mb.rows, : mb.mask.shape[1]] = mb.unpack(logp)
+        entropy[mb.rows, : mb.mask.shape[1]] = mb.unpack(h)
+    return distributed.sum_(logprobs), distributed.sum_(entropy)
+
+
+@torch.no_grad()
+def score_critic(critic: nn.Module, batch: Batch, config: Config) -> Tensor:
+    """V (N, T) under the weights at hand, whole on every rank."""
+    values = torch.zeros_like(batch.rollout_logprobs)
+    for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "values"):
+        v = critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
+        values[mb.rows, : mb.mask.shape[1]] = mb.unpack(v)
+    return distributed.sum_(values)
+
+
+# ---- updates
+
+
+def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
+    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
+    (almost) equal size.
+    """
+    for epoch in range(epochs):
+        # A generator of its own, from (seed, step, epoch): resume and ranks deal out the same rows.
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
+        rows = torch.randperm(len(batch.rollouts), generator=generator)
+        for part in rows.tensor_split(config.minibatches_per_step):
+            if len(part):
+                yield part.tolist()
+
+
+def minibatch_weights(
+    mode: str, batch: Batch, mask: Tensor, rows: Sequence[int], constant: int | None = None
+) -> Tensor:
+    """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the
+    others. Over the whole minibatch, so micro-batches and ranks cannot change the loss.
+    """
+    counts = mask.sum(1)
+    chosen = torch.zeros_like(counts, dtype=torch.bool)
+    chosen[rows] = True
+    # A response without a trained token (overlong filter) leaves every count.
+    kept = chosen & (counts > 0)
+    return losses.aggregation_weights(
+        mode, counts, group_ids=batch.group_ids, constant=constant, kept=kept
+    )
+
+
+class CriticInputs(NamedTuple):
+    """What the value loss reads besides V; (N, T) over the whole batch."""
+
+    old_values: Tensor
+    returns: Tensor
 
 
 def update_critic(
     run: Run, state: State, batch: Batch, old_values: Tensor, returns: Tensor
 ) -> dict[str, float]:
-    """Regress V on the returns; token mean over the whole minibatch, whatever the micro-batches."""
-    config, sums = run.config, run_metrics.Sums()
-    mask, head, updates = batch.response_mask, state.critic.value_head, state.critic_steps
-    before = distributed.full(head.weight.detach()).clone()
-    given = {"old_values": old_values, "returns": returns}
-    warmup = config.critic_lr_warmup_steps
+    """Regress V on the returns; returns the critic's metrics."""
+    config, sums, head = run.config, run_metrics.Sums(), state.critic.value_head
+    inputs, updates = CriticInputs(old_values, returns), state.critic_steps
+    before = distributed.full(head.weight.detach()).clone()  # a head that does not move is dead
     epochs = config.epochs_per_step * config.critic_updates_per_step
     for rows in minibatches(batch, config, state.step, epochs):
-        lr = config.critic_lr * (min(1.0, state.critic_steps / warmup) if warmup else 1.0)
-        given["row_weights"] = row_weights("token-mean", batch, mask, rows)
-        update(run, state, "critic", batch, rows, given, lr, sums)
-        state.critic_steps += 1
+        row_weights = minibatch_weights("token-mean", batch, batch.response_mask, rows)
+        lr = critic_minibatch(run, state, batch, rows, row_weights, inputs, sums)
     after = distributed.full(head.weight.detach())
     metrics = sums.means() | {
         "lr": lr,
@@ -281,138 +327,145 @@ def update_critic(
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
+def critic_minibatch(
+    run: Run,
+    state: State,
+    batch: Batch,
+    rows: Sequence[int],
+    row_weights: Tensor,
+    inputs: CriticInputs,
+    sums: run_metrics.Sums,
+) -> float:
+    """One optimizer step of the critic on the minibatch `rows`, whose sums over tokens the loss
+    weighs by row_weights (N,); adds to `sums` and returns the learning rate.
+
+    Raises FloatingPointError before the weights change if something is not finite.
+    """
+    config, total, nonfinite = run.config, 0.0, 0.0
+    warmup = config.critic_lr_warmup_steps  # step j (from 0) takes j / warmup of the rate
+    lr = config.critic_lr * (min(1.0, state.critic_steps / warmup) if warmup else 1.0)
+    with postmortem.saves_minibatch(run, state, "critic", batch, rows, row_weights, inputs):
+        for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "critic update", rows):
+            # V(s_t) is read at the token before action t (pack has shifted), at temperature 1.
+            values = state.critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
+            loss, parts = losses.value_loss(
+                mb.unpack(values),
+                old_values=mb.rows_of(inputs.old_values),
+                returns=mb.rows_of(inputs.returns),
+                mask=mb.mask,
+                value_clip=config.value_clip,
+                row_weights=row_weights[mb.rows],
+            )
+            distributed.backward(loss)
+            total, nonfinite = total + loss.detach(), nonfinite + parts["nonfinite"][0]
+            sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        postmortem.check_finite("critic", state.step, nonfinite, total)
+        norm = optimizer_step(state.critic, state.critic_optimizers, lr, config)
+    sums.add_optimizer_step(norm)
+    state.critic_steps += 1
+    return lr
+
+
+class PolicyInputs(NamedTuple):
+    """What the policy loss reads besides log-probs and entropy; (N, T) over the whole batch."""
+
+    advantages: Tensor
+    old_logprobs: Tensor
+    mask: Tensor  # tokens that train
+    weights: Tensor  # importance weights of trainer against sampler
+    cov_mask: Tensor | None = None  # tokens of --entropy-control
+    ref_logprobs: Tensor | None = None  # of the start policy, with --kl-coef
+
+
 def update_policy(
     run: Run, state: State, batch: Batch, advantages: Tensor, old_logprobs: Tensor
 ) -> dict[str, float]:
-    """The surrogate objective, weighted for the distance between sampler and trainer."""
-    config, sums = run.config, run_metrics.Sums()
-    mask = loss_mask(batch, config)
+    """Maximise the surrogate objective; returns the policy's metrics."""
+    config, sums, mask = run.config, run_metrics.Sums(), loss_mask(batch, run.config)
+    # w = pi_old / pi_rollout: sampler and trainer compute in different precisions and orders, and
+    # partial rollouts hold tokens of older weights.
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
     )
-    given = {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
-    given["weights"] = weights
+    cov_mask = ref_logprobs = None
     if config.entropy_control != "none":
-        given["cov_mask"] = algorithms.covariance_mask(
-            old_logprobs, advantages, mask, config.cov_fraction
-        )
+        cov_mask = algorithms.covariance_mask(old_logprobs, advantages, mask, config.cov_fraction)
     if state.reference is not None:
-        given["ref_logprobs"], _ = score_policy(state.reference, batch, config)
-    if bad := int(weight_parts["is_nonfinite"][0]):
+        ref_logprobs, _ = score_policy(state.reference, batch, config)
+    inputs = PolicyInputs(advantages, old_logprobs, mask, weights, cov_mask, ref_logprobs)
+    bad = int(weight_parts["is_nonfinite"][0])
+    if bad:  # their tokens have weight 0, so no loss would tell
         rows = range(len(batch.rollouts))
-        given["row_weights"] = row_weights("token-mean", batch, mask, rows)
-        reason = (
-            f"{bad} log-probs of the sampler or of the policy before its update are not finite in "
-            f"step {state.step + 1}"
-        )
-        raise nonfinite_error(run, state, "policy", reason, batch, rows, given)
+        row_weights = minibatch_weights("token-mean", batch, mask, rows)
+        with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
+            raise FloatingPointError(
+                f"{bad} log-probs of the sampler or of the policy before its update are not finite "
+                f"in step {state.step + 1}"
+            )
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
-        given["row_weights"] = row_weights(
+        row_weights = minibatch_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )
-        update(run, state, "policy", batch, rows, given, config.lr, sums)
-    metrics = (
-        sums.means()
-        | {name: float(a / b) for name, (a, b) in weight_parts.items()}
-        | {"lr": config.lr}
-    )
+        policy_minibatch(run, state, batch, rows, row_weights, inputs, sums)
+    metrics = sums.means() | {name: float(a / b) for name, (a, b) in weight_parts.items()}
+    metrics["lr"] = config.lr
     return {f"policy/{name}": value for name, value in metrics.items()}
 
 
-def update(
+def policy_minibatch(
     run: Run,
     state: State,
-    part: str,
     batch: Batch,
     rows: Sequence[int],
-    given: dict[str, Tensor],
-    lr: float,
+    row_weights: Tensor,
+    inputs: PolicyInputs,
     sums: run_metrics.Sums,
 ) -> None:
-    """One optimizer step of the policy or the critic on a minibatch.
+    """One optimizer step of the policy on the minibatch `rows`, whose sums over tokens the loss
+    weighs by row_weights (N,); adds to `sums`.
 
-    Raises FloatingPointError on a loss, model output or gradient that is not finite, before this
-    step changes the weights; weights and minibatch are saved for --replay.
+    Raises FloatingPointError before the weights change if something is not finite.
     """
-    model, optimizers = state.part(part)
-    try:
-        for mb in micro_batches(batch, run.config, f"{part} update", rows):
-            loss, parts = LOSSES[part](model, mb, given, run.config)
-            bad = [float(parts["nonfinite"][0]), float(not math.isfinite(loss.item()))]
-            tokens, bad_losses = distributed.sum_on_device(bad)  # on all ranks, or they part ways
-            if tokens or bad_losses:
-                raise FloatingPointError(
-                    f"the {part} is not finite in step {state.step + 1}: {tokens:.0f} tokens of a "
-                    f"micro-batch, loss {loss.item()}"
-                )
+    config, total, nonfinite = run.config, 0.0, 0.0
+    with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
+        for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "policy update", rows):
+            # At the sampling temperature: log-probs of another one are not those of what was drawn.
+            logprobs, entropy = state.policy(
+                mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, config.temperature
+            )
+            loss, parts = losses.policy_loss(
+                mb.unpack(logprobs),
+                old_logprobs=mb.rows_of(inputs.old_logprobs),
+                advantages=mb.rows_of(inputs.advantages),
+                mask=mb.rows_of(inputs.mask),
+                weights=mb.rows_of(inputs.weights),
+                row_weights=row_weights[mb.rows],
+                objective=run.row.objective,
+                ratio_level=config.ratio_level,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+                sapo_tau_pos=config.sapo_tau_pos,
+                sapo_tau_neg=config.sapo_tau_neg,
+                opsm_delta=config.opsm_delta,
+                entropy_control=config.entropy_control,
+                cov_mask=mb.rows_of(inputs.cov_mask),
+                ref_logprobs=mb.rows_of(inputs.ref_logprobs),
+                kl_coef=config.kl_coef,
+                kl_estimator=config.kl_estimator,
+                # Without a bonus no gradient has to flow through it.
+                entropy=mb.unpack(entropy) if config.entropy_coef else None,
+                entropy_coef=config.entropy_coef,
+            )
             distributed.backward(loss)
+            total, nonfinite = total + loss.detach(), nonfinite + parts["nonfinite"][0]
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
-        sums.add_optimizer_step(optimizer_step(model, optimizers, lr, run.config))
-    except FloatingPointError as error:
-        raise nonfinite_error(run, state, part, str(error), batch, rows, given) from None
-
-
-def nonfinite_error(
-    run: Run,
-    state: State,
-    part: str,
-    reason: str,
-    batch: Batch,
-    rows: Sequence[int],
-    given: dict[str, Tensor],
-) -> FloatingPointError:
-    """Save what --replay needs; the error to raise, which says where the run stands."""
-    file = save_replay(run, state, part, reason, batch, rows, given)
-    saved = checkpoint.complete(run.folder)
-    newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-    return FloatingPointError(
-        f"{reason}. Nothing was changed by it, and {newest}; look at the cause with --replay {file}"
-    )
+        postmortem.check_finite("policy", state.step, nonfinite, total)
+        norm = optimizer_step(state.policy, state.optimizers, config.lr, config)
+    sums.add_optimizer_step(norm)
 
 
 # ---- the loop
-
-
-def evaluation_is_due(run: Run, state: State) -> bool:
-    """Before the first step, every --eval-every steps, and after the last."""
-    config, step = run.config, state.step
-    regular = config.eval_every and step % config.eval_every == 0
-    return bool(run.eval_problems and (regular or step in (0, config.steps)))
-
-
-def catch_up(run: Run, state: State, metrics_file: Path) -> None:
-    """The evaluation that the finished steps lack: the first, or one that SIGTERM cut short."""
-    made = "eval/accuracy" in run_metrics.row_of_step(metrics_file, state.step)
-    if made or not evaluation_is_due(run, state):
-        return
-    metrics = evaluate(run, state)
-    if metrics and distributed.rank() == 0:
-        when = f"step {state.step}" if state.step else "start"
-        print0(f"{when}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        run_metrics.amend(metrics_file, state.step, metrics)
-        run.report(state.step, metrics)
-
-
-def evaluate(run: Run, state: State) -> dict[str, float]:
-    """Held-out accuracy at the training temperature, within --eval-top-p and the like: the
-    verifier's mean score over all samples of all problems, whatever --reward trains on. Nothing if
-    SIGTERM cut it short.
-    """
-    config, start = run.config, time.perf_counter()
-    groups = rollout.evaluate(
-        state.sampler,
-        run.grader,
-        run.eval_problems,
-        samples=config.eval_samples,
-        max_new_tokens=config.max_response_tokens,
-        temperature=config.temperature,
-        think=config.think,
-        seed=config.seed,
-        truncation=Truncation(config.eval_top_p, config.eval_top_k, config.eval_min_p),
-    )
-    if distributed.any_rank(state.sampler.interrupted):
-        return {}
-    return run_metrics.evaluation_metrics(groups) | {"eval/seconds": time.perf_counter() - start}
 
 
 def train(config: Config, device: torch.device) -> Path:
@@ -429,7 +482,7 @@ def train(config: Config, device: torch.device) -> Path:
         run_metrics.forget_after(run.folder / name, state.step)
     undecided = run_metrics.history(metrics_file, "rollout/undecided_share")
     with run.grader, handle_signals(state, config):
-        catch_up(run, state, metrics_file)
+        evaluate_if_missing(run, state)
         if state.step >= config.steps:
             print0(
                 f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
@@ -438,7 +491,7 @@ def train(config: Config, device: torch.device) -> Path:
             total=config.steps,
             initial=state.step,
             desc=config.algorithm,
-            disable=distributed.rank() > 0 or None,  # None: no bar in a log file
+            disable=distributed.rank() > 0 or None,  # None: tqdm shows no bar in a log file
         )
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)
@@ -446,7 +499,7 @@ def train(config: Config, device: torch.device) -> Path:
                 break
             if evaluation_is_due(run, state):
                 metrics |= evaluate(run, state)
-            metrics |= run_metrics.alarms(state, config, metrics, undecided)
+            metrics |= alarms(state, config, metrics, undecided)
             undecided.append(metrics["rollout/undecided_share"])
             if distributed.rank() == 0:
                 files.append_jsonl(metrics_file, [{"step": state.step} | metrics])
@@ -455,7 +508,7 @@ def train(config: Config, device: torch.device) -> Path:
             progress.update()
             last = state.step == config.steps
             if config.save_every and state.step % config.save_every == 0 and not last:
-                save_or_warn(run, state)
+                checkpoint.save_or_warn(run, state)
             if state.empty_steps >= EMPTY_STEPS:
                 print0(
                     f"stopped: {state.empty_steps} steps in a row kept no group; these problems "
@@ -464,55 +517,12 @@ def train(config: Config, device: torch.device) -> Path:
                 )
                 break
         progress.close()
-        save(run, state)
+        checkpoint.save(run, state)
     if distributed.rank() == 0:
         if not state.sampler.interrupted:
             run_metrics.draw_figures(run.folder)
         run_metrics.report(run.folder, state.step, config.steps)
     return run.folder
-
-
-def save(run: Run, state: State) -> None:
-    """A checkpoint of the step at hand; gathering shards is a device's work."""
-    fetch = partial(at_work, device=run.device, config=run.config, moments=True)
-    checkpoint.save(run.folder, state, run.config.keep_checkpoints, fetch)
-
-
-def save_or_warn(run: Run, state: State) -> None:
-    """A checkpoint on the way; a full disk costs this one, not the run."""
-    try:
-        save(run, state)
-    except OSError as error:
-        run_metrics.warn(
-            state.step,
-            f"{error} The run goes on; until the next checkpoint a kill loses all since the last. "
-            "Make room.",
-        )
-
-
-@contextmanager
-def handle_signals(state: State, config: Config) -> Iterator[None]:
-    """Ctrl-C: finish the step in hand and save; a second one ends at once. SIGTERM, from whoever
-    wants the machine back: stop sampling and save the last finished step, or finish an update that
-    has begun (and with --async-steps the rollout beside it, which cannot be had again).
-    """
-
-    def handler(number, frame):
-        if state.stop and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        state.stop = True
-        if number == signal.SIGTERM and not config.async_steps:
-            state.sampler.interrupted = True
-        if distributed.rank() == 0:
-            with suppress(OSError):  # a terminal that is gone
-                os.write(2, SIGNAL_NOTE[number])  # print, interrupted by itself, would raise
-
-    previous = {s: signal.signal(s, handler) for s in SIGNAL_NOTE}
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -523,7 +533,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan.run(config)
         elif config.replay:
             device = torch.device(distributed.choose_device(config.device, config.nproc))
-            replay(Path(config.replay), device, config.dtype)
+            steps = {
+                "policy": (policy_minibatch, PolicyInputs),
+                "critic": (critic_minibatch, CriticInputs),
+            }
+            postmortem.replay(Path(config.replay), device, config.dtype, steps)
         else:
             train(config, distributed.start(config))
 

@@ -20,6 +20,7 @@ import random
 import re
 import string
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -41,6 +42,7 @@ THINK_TAGS = ["<think>", "</think>"]
 WORDS = ["system", "user", "assistant", "\n", " ", "=", "\\boxed{", "}", *string.digits]
 WORDS += [f"{sign}{digit}" for sign in "+-" for digit in string.digits]
 WORDS += [f" {label}:" for label in LABELS]
+PIECES = r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]"  # how text is cut into words
 RESPONSE = re.compile(r"<think>(?: [a-z]:\d[+-]\d=\d)+</think>\\boxed\{(\d)\}")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -61,6 +63,7 @@ def draw_chain(rng, steps):
 
 
 def apply_operation(value, sign, operand):
+    """One step of a chain, modulo 10."""
     return (value + operand if sign == "+" else value - operand) % 10
 
 
@@ -76,6 +79,7 @@ def make_slips(seed=0):
 
 
 def write_prompt(start, operations):
+    """A chain as the model reads it: `3 a:+4 b:-9`."""
     return str(start) + "".join(f" {label}:{sign}{n}" for label, sign, n in operations)
 
 
@@ -110,15 +114,15 @@ def make_problems(seed=0):
 
 
 def to_jsonl(problems):
+    """The text of a data file."""
     return "".join(json.dumps(problem) + "\n" for problem in problems)
 
 
-def make_tokenizer():
-    """62 words that concatenate back to the text; any other character becomes <|unk|>."""
-    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + THINK_TAGS + WORDS)}
+def make_tokenizer(words=WORDS, pieces=PIECES):
+    """Words that concatenate back to the text, 62 of them; any other piece becomes <|unk|>."""
+    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + THINK_TAGS + words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
-    pieces = Regex(r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
     # Think tags are not special: decoding with skip_special_tokens must keep them.
@@ -154,12 +158,13 @@ def make_model(tokenizer, layers=2):
 
 
 def chat_prompt(tokenizer, prompt):
+    """A prompt as the user's turn, up to where the response begins."""
     message = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
 def make_batch(tokenizer, rng, step_counts, slips, held_out):
-    """(B, T) int64 input ids and labels of fresh problems; -100 on prompt and padding."""
+    """A batch of fresh problems with their responses, as `pad` returns it."""
     rows = []
     while len(rows) < BATCH_SIZE:
         start, operations = draw_chain(rng, rng.choice(step_counts))
@@ -167,27 +172,36 @@ def make_batch(tokenizer, rng, step_counts, slips, held_out):
         if prompt in held_out:
             continue
         response = write_response(start, operations, rng, slips) + tokenizer.eos_token
-        texts = [chat_prompt(tokenizer, prompt), response]
-        rows.append(tokenizer(texts)["input_ids"])
+        rows.append(tokenizer([chat_prompt(tokenizer, prompt), response])["input_ids"])
+    return pad(rows, tokenizer.pad_token_id)
+
+
+def pad(rows, pad_id):
+    """Pairs of token ids (prompt, response) -> (B, T) int64 input ids, and labels that are -100 on
+    prompts and padding, where cross_entropy ignores them.
+    """
     length = max(len(p) + len(r) for p, r in rows)
-    input_ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
-    labels = torch.full((BATCH_SIZE, length), -100)
+    input_ids = torch.full((len(rows), length), pad_id)
+    labels = torch.full((len(rows), length), -100)
     for i, (p, r) in enumerate(rows):
         input_ids[i, : len(p) + len(r)] = torch.tensor(p + r)
         labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
     return input_ids, labels
 
 
-def train(model, tokenizer, rng, held_out, stage, step_counts, slips, updates, target_loss):
-    """AdamW until the running loss reaches `target_loss`, or for `updates` steps if that is None.
+def warm_up(update):
+    """Share of the learning rate: it rises over the first 50 updates."""
+    return min(1, (update + 1) / 50)
+
+
+def fit(model, batches: Iterable, rates: Sequence[float], stage, target_loss=None):
+    """An update of AdamW per rate, until the running loss is below `target_loss` if there is one.
 
     Raises SystemExit when the target is missed: a base model that cannot add is useless."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
-    running = 1.0
-    for update in (bar := tqdm(range(updates), desc=stage)):
-        decay = 1 - update / updates if target_loss is None else 1
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (update + 1) / 50) * decay
-        input_ids, labels = make_batch(tokenizer, rng, step_counts, slips, held_out)
+    running, bar = 1.0, tqdm(rates, desc=stage)
+    for rate, (input_ids, labels) in zip(bar, batches, strict=False):
+        optimizer.param_groups[0]["lr"] = rate
         logits = model(input_ids).logits[:, :-1]
         loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
         optimizer.zero_grad()
@@ -241,28 +255,41 @@ def save(model, tokenizer, directory):
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Make the default task and its tiny base model.")
+def write_or_check(description, files):
+    """Write problems to their files, or with --check compare them and exit; returns --seed."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="compare the committed problems")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model")
     args = parser.parse_args()
-
-    splits = make_problems()
     if args.check:
-        stale = [s for s in splits if (HERE / f"{s}.jsonl").read_text() != to_jsonl(splits[s])]
+        stale = [file.stem for file, rows in files.items() if file.read_text() != to_jsonl(rows)]
         raise SystemExit(f"assets differ from the script: {', '.join(stale)}" if stale else 0)
-    for split, problems in splits.items():
-        (HERE / f"{split}.jsonl").write_text(to_jsonl(problems))
+    for file, rows in files.items():
+        file.write_text(to_jsonl(rows))
+    return args.seed
 
-    torch.manual_seed(args.seed)
-    rng, held_out = random.Random(args.seed), {p["prompt"] for p in splits["eval"]}
+
+def main():
+    """Command line entry."""
+    splits = make_problems()
+    files = {HERE / f"{split}.jsonl": problems for split, problems in splits.items()}
+    seed = write_or_check("Make the default task and its tiny base model.", files)
+    torch.manual_seed(seed)
+    rng, held_out = random.Random(seed), {p["prompt"] for p in splits["eval"]}
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
+
+    def batches(step_counts, slips=None):
+        while True:
+            yield make_batch(tokenizer, rng, step_counts, slips, held_out)
+
     # Addition is found soonest on single steps, and chains soonest on short ones.
     curriculum = {"one step": range(1, 2), "short chains": range(2, 6), "all chains": STEP_COUNTS}
+    rates = [LEARNING_RATE * warm_up(update) for update in range(2000)]
     for stage, step_counts in curriculum.items():
-        train(model, tokenizer, rng, held_out, stage, step_counts, None, 2000, target_loss=0.01)
-    train(model, tokenizer, rng, held_out, "slips", STEP_COUNTS, make_slips(), 400, None)
+        fit(model, batches(step_counts), rates, stage, target_loss=0.01)
+    falling = [LEARNING_RATE * warm_up(update) * (1 - update / 400) for update in range(400)]
+    fit(model, batches(STEP_COUNTS, make_slips()), falling, "slips")
     save(model, tokenizer, HERE / "tiny-base")
     for samples in (4, 0):
         measure(model, tokenizer, splits["eval"], samples)

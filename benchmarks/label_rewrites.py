@@ -14,15 +14,18 @@ RECIPES = []
 
 
 def recipe(function):
+    """Add a function (random numbers) -> (label, same, other) to RECIPES."""
     RECIPES.append(function)
     return function
 
 
 def texts(block):
+    """The answers of a block, which `;;` or line ends separate."""
     return [text.strip() for text in block.replace("\n", ";;").split(";;") if text.strip()]
 
 
 def frac(p, q):
+    """p / q in LaTeX, the sign before the fraction."""
     return f"{'-' if p < 0 else ''}\\frac{{{abs(p)}}}{{{q}}}"
 
 
@@ -38,6 +41,7 @@ def poly(coefficients, name="x"):
 
 
 def expanded(roots):
+    """Coefficients, lowest first, of the polynomial with these roots."""
     out = [1]
     for root in roots:
         out = [low - root * high for low, high in zip([0, *out], [*out, 0], strict=True)]
@@ -45,6 +49,7 @@ def expanded(roots):
 
 
 def factored(roots, name="x"):
+    """The same polynomial as a product."""
     return "".join(f"({name}{-root:+d})" if root else name for root in roots)
 
 

@@ -165,6 +165,7 @@ def bandwidth():
 
 
 def main():
+    """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose name contains this")

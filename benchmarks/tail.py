@@ -210,6 +210,7 @@ def draw_figure(results, zero_variance, file):
 
 
 def main():
+    """Command line entry."""
     parser = argparse.ArgumentParser(description="Where slot-steps go when responses are long.")
     parser.add_argument(
         "--zero-variance", type=float, nargs="+", default=[0.0, 0.5], metavar="SHARE",

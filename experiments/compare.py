@@ -18,7 +18,8 @@
 first. A run is a directory of train.py; one that is complete is not made again. Every algorithm
 starts from the same model, sees the same problems in the same order and samples as many responses
 per step as the others, the steps that warm up its critic included. Seeds are paired, and evaluation
-draws the same random numbers for all. docs/results.md has the outcome.
+draws the same random numbers for all. docs/results.md has the outcome, experiments/results.md all
+of it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -43,105 +44,186 @@ from files import config_of, read_rows, writing
 from run.scores import resamples
 from train import EMPTY_STEPS
 
+LONG_TRAIN = ROOT / "assets/long-train.jsonl"
+# Flags of train.py by name, as run_flags writes them. `a | b` is a with what b says otherwise.
 # 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
-COMMON = f"""--model {ROOT}/assets/tiny-long-base --eval-data {ROOT}/assets/long-eval.jsonl
-    --steps 24 --prompts-per-step 16 --group-size 8 --max-refills 0 --max-response-tokens 128
-    --slots 128 --eval-every 6 --eval-samples 4 --save-every 0 --log-samples 0""".split()
-CRITIC = "--num-critic-only-steps 4 --critic-lr 2e-3 --critic-updates-per-step 4"
-GRPO, JUSTRL2 = "--algorithm grpo", f"--algorithm justrl2 {CRITIC}"
-ALGORITHMS = {
-    "GRPO": GRPO,
-    "PPO, λ = 0.95": f"--algorithm ppo {CRITIC}",
-    "PPO, λ = 1": f"--algorithm ppo --gae-lambda 1 {CRITIC}",
-    "JustRL II": JUSTRL2,
-}
-MUON = {"GRPO, Muon": f"{GRPO} --optimizer muon"}
-TUNED = ALGORITHMS | MUON
-PENALTY = "--overlong-buffer-tokens 64"  # the longer half of the chains
-ABLATIONS = {
-    "JustRL II": JUSTRL2,
-    "JustRL II, k = 0.02": f"{JUSTRL2} --gae-lambda-k 0.02",
-    "JustRL II, k = 1": f"{JUSTRL2} --gae-lambda-k 1",
-    "JustRL II, no warm-up": f"{JUSTRL2} --num-critic-only-steps 0",
-    "JustRL II, warm-up 10": f"{JUSTRL2} --num-critic-only-steps 10",
-    "JustRL II, one critic pass": f"{JUSTRL2} --critic-updates-per-step 1",
-    "JustRL II, critic lr 5e-4": f"{JUSTRL2} --critic-lr 5e-4",
-    "JustRL II, bias init 0": f"{JUSTRL2} --critic-value-bias-init 0",
-    "JustRL II, no whitening": f"{JUSTRL2} --no-whiten-advantages",
-    "JustRL II, group centred": f"{JUSTRL2} --algorithm justrl2_group",
-    "JustRL II, penalty": f"{JUSTRL2} {PENALTY}",
-    "JustRL II, penalty in the target": f"{JUSTRL2} {PENALTY} --critic-sees-penalty",
-}
-LONGER = {f"{label}, 40 steps": f"{flags} --steps 40" for label, flags in ALGORITHMS.items()}
-NO_WARM_UP = "--num-critic-only-steps 0"
-BOUNDS = {  # with an oracle the program is experiments/long_oracle.py
-    "GRPO": GRPO,
-    "JustRL II, no warm-up": ABLATIONS["JustRL II, no warm-up"],
-    "JustRL II, V = 0.5": f"--algorithm justrl2 {NO_WARM_UP} --critic-lr 0",
-    "JustRL II, oracle": f"--algorithm justrl2 {NO_WARM_UP}",
-    # Where one update follows one rollout, PPO differs from JustRL II in λ and the critic's target.
-    "JustRL II, oracle, λ = 0": f"--algorithm ppo --gae-lambda 0 {NO_WARM_UP}",
-}
-PAIRS = "--prompts-per-step 64 --group-size 2"
-# A critic can learn from groups that are all right or all wrong.
-KEEP_ALL = "--no-dynamic-sampling"
-GROUPS_OF_TWO = {
-    "GRPO, groups of 2": f"{GRPO} {PAIRS}",
-    "GRPO, batch mean, groups of 2": f"{GRPO} --algorithm reinforce_pp {PAIRS} {KEEP_ALL}",
-    "JustRL II, groups of 2": f"{JUSTRL2} {NO_WARM_UP} {PAIRS} {KEEP_ALL}",
-    "JustRL II, V = 0.5, groups of 2": f"{BOUNDS['JustRL II, V = 0.5']} {PAIRS} {KEEP_ALL}",
-    "JustRL II, groups of 8": f"{JUSTRL2} {NO_WARM_UP} {KEEP_ALL}",
-}
-CONTROLS = {"GRPO": GRPO} | {
-    f"GRPO, reward {kind}": f"{GRPO} --reward {kind}"
-    for kind in ("random", "majority", "format_only")
-}
-# A real checkpoint as far as a CPU goes; these flags follow COMMON and win.
-REAL_MODEL = ROOT / "runs/smollm2-135m"
-SUMS = f"""--model {REAL_MODEL} --data {ROOT}/assets/sums-train.jsonl
-    --eval-data {ROOT}/assets/sums-eval.jsonl --dtype bfloat16 --steps 14 --prompts-per-step 8
-    --group-size 4 --max-prompt-tokens 80 --max-response-tokens 20 --eval-every 7 --eval-samples 1
-    --log-samples -1"""
-SUMS_CRITIC = "--num-critic-only-steps 1 --critic-lr 2e-5 --critic-lr-warmup-steps 0"
-REAL = {
-    "GRPO, SmolLM2": f"--algorithm grpo {SUMS}",
-    "PPO, SmolLM2": f"--algorithm ppo {SUMS} {SUMS_CRITIC}",
-    "JustRL II, SmolLM2": f"--algorithm justrl2 {SUMS} {SUMS_CRITIC}",
-    "GRPO, SmolLM2, reward random": f"--algorithm grpo {SUMS} --reward random --steps 7",
-}
-REAL_PAIRS = f"{SUMS} --prompts-per-step 16 --group-size 2"
-REAL_GROUPS = {
-    "GRPO, SmolLM2, groups of 2": f"--algorithm grpo {REAL_PAIRS}",
-    "GRPO, batch mean, SmolLM2, groups of 2": f"--algorithm reinforce_pp {REAL_PAIRS} {KEEP_ALL}",
-    "JustRL II, SmolLM2, groups of 2": f"""--algorithm justrl2 {REAL_PAIRS} {KEEP_ALL} {NO_WARM_UP}
-        --critic-lr 1e-4 --critic-lr-warmup-steps 0 --critic-updates-per-step 2""",
-}
-REAL_RATE = "1e-5"
+COMMON = dict(
+    model=f"{ROOT}/assets/tiny-long-base", eval_data=f"{ROOT}/assets/long-eval.jsonl", steps=24,
+    prompts_per_step=16, group_size=8, max_refills=0, max_response_tokens=128, slots=128,
+    eval_every=6, eval_samples=4, save_every=0, log_samples=0,
+)  # fmt: skip
+CRITIC = dict(num_critic_only_steps=4, critic_lr="2e-3", critic_updates_per_step=4)
+
+
+class Arm(NamedTuple):
+    """One row of a table: what is trained, apart from labels and seed."""
+
+    label: str
+    flags: dict[str, Any]  # of train.py, over COMMON
+    rate_of: str = ""  # the label in the grid whose best learning rate it takes,
+    rate: str = ""  # unless it has a rate of its own
+    oracle: bool = False  # the critic knows: experiments/long_oracle.py instead of train.py
+
+    def but(self, change: str, **flags) -> "Arm":
+        """The same at the same rate with some flags changed, and that said in its label."""
+        return self._replace(label=f"{self.label}, {change}", flags=self.flags | flags)
+
+
+GRPO = Arm("GRPO", dict(algorithm="grpo"), "GRPO")
+JUSTRL2 = Arm("JustRL II", dict(algorithm="justrl2", **CRITIC), "JustRL II")
+ALGORITHMS = [
+    GRPO,
+    Arm("PPO, λ = 0.95", dict(algorithm="ppo", **CRITIC), "PPO, λ = 0.95"),
+    Arm("PPO, λ = 1", dict(algorithm="ppo", gae_lambda=1, **CRITIC), "PPO, λ = 1"),
+    JUSTRL2,
+]
+MUON = Arm("GRPO, Muon", dict(algorithm="grpo", optimizer="muon"), "GRPO, Muon")
 RATES = ("3e-4", "6e-4", "1.2e-3")
-MUON_RATES = ("3e-4", "6e-4", "1.2e-3", "2.4e-3", "4.8e-3")  # its best was at the edge of RATES
-GRID_SEED, SEEDS, FEW_SEEDS = 100, range(5), range(2)
+MUON_RATES = (*RATES, "2.4e-3", "4.8e-3")  # its best was at the edge of RATES
+GRID = [arm._replace(rate=rate) for arm in ALGORITHMS for rate in RATES]
+GRID += [MUON._replace(rate=rate) for rate in MUON_RATES]
+LONGER = [arm.but("40 steps", steps=40) for arm in ALGORITHMS]
+NO_WARM_UP = JUSTRL2.but("no warm-up", num_critic_only_steps=0)
+PENALTY = dict(overlong_buffer_tokens=64)  # the longer half of the chains
+ABLATIONS = [
+    JUSTRL2,
+    JUSTRL2.but("k = 0.02", gae_lambda_k=0.02),
+    JUSTRL2.but("k = 1", gae_lambda_k=1),
+    NO_WARM_UP,
+    JUSTRL2.but("warm-up 10", num_critic_only_steps=10),
+    JUSTRL2.but("one critic pass", critic_updates_per_step=1),
+    JUSTRL2.but("critic lr 5e-4", critic_lr="5e-4"),
+    JUSTRL2.but("bias init 0", critic_value_bias_init=0),
+    JUSTRL2.but("no whitening", whiten_advantages=False),
+    JUSTRL2.but("group centred", algorithm="justrl2_group"),
+    JUSTRL2.but("penalty", **PENALTY),
+    JUSTRL2.but("penalty in the target", **PENALTY, critic_sees_penalty=True),
+]
+# An untrained critic needs no settings: V stays where it starts, or the oracle computes it.
+UNTRAINED = JUSTRL2._replace(flags=dict(algorithm="justrl2", num_critic_only_steps=0))
+CONSTANT = UNTRAINED.but("V = 0.5", critic_lr=0)
+ORACLE = UNTRAINED.but("oracle")._replace(oracle=True)
+BOUNDS = [
+    GRPO,
+    NO_WARM_UP,
+    CONSTANT,
+    ORACLE,
+    # Where one update follows one rollout, PPO differs from JustRL II in λ and the critic's target.
+    ORACLE.but("λ = 0", algorithm="ppo", gae_lambda=0),
+]
+TWO = dict(prompts_per_step=64, group_size=2)
+# A critic can learn from groups that are all right or all wrong.
+KEEP_ALL = dict(dynamic_sampling=False)
+GROUPS_OF_TWO = [
+    GRPO.but("groups of 2", **TWO),
+    GRPO.but("batch mean, groups of 2", **TWO, **KEEP_ALL, algorithm="reinforce_pp"),
+    JUSTRL2.but("groups of 2", **TWO, **KEEP_ALL, num_critic_only_steps=0),
+    CONSTANT.but("groups of 2", **TWO, **KEEP_ALL),
+    JUSTRL2.but("groups of 8", **KEEP_ALL, num_critic_only_steps=0),
+]
+CONTROLS = [GRPO]
+CONTROLS += [GRPO.but(f"reward {x}", reward=x) for x in ("random", "majority", "format_only")]
+
+# A real checkpoint, as far as a CPU goes; its rate is not tuned.
+REAL_MODEL = ROOT / "runs/smollm2-135m"
+SUMS = dict(
+    model=REAL_MODEL, data=f"{ROOT}/assets/sums-train.jsonl",
+    eval_data=f"{ROOT}/assets/sums-eval.jsonl", dtype="bfloat16", steps=14, prompts_per_step=8,
+    group_size=4, max_prompt_tokens=80, max_response_tokens=20, eval_every=7, eval_samples=1,
+    log_samples=-1,
+)  # fmt: skip
+SUMS_CRITIC = dict(num_critic_only_steps=1, critic_lr="2e-5", critic_lr_warmup_steps=0)
+
+
+def on_sums(label: str, **flags) -> Arm:
+    """An arm on the real model."""
+    return Arm(label, SUMS | flags, rate="1e-5")
+
+
+REAL = [
+    on_sums("GRPO, SmolLM2", algorithm="grpo"),
+    on_sums("PPO, SmolLM2", algorithm="ppo", **SUMS_CRITIC),
+    on_sums("JustRL II, SmolLM2", algorithm="justrl2", **SUMS_CRITIC),
+    on_sums("GRPO, SmolLM2, reward random", algorithm="grpo", reward="random", steps=7),
+]
+REAL_TWO = dict(prompts_per_step=16, group_size=2)
+FASTER_CRITIC = dict(
+    num_critic_only_steps=0, critic_lr="1e-4", critic_lr_warmup_steps=0, critic_updates_per_step=2
+)
+REAL_GROUPS = [
+    on_sums("GRPO, SmolLM2, groups of 2", algorithm="grpo", **REAL_TWO),
+    on_sums(
+        "GRPO, batch mean, SmolLM2, groups of 2",
+        algorithm="reinforce_pp", **REAL_TWO, **KEEP_ALL,
+    ),
+    on_sums(
+        "JustRL II, SmolLM2, groups of 2",
+        algorithm="justrl2", **REAL_TWO, **KEEP_ALL, **FASTER_CRITIC,
+    ),
+]  # fmt: skip
 NOISE = 0.15  # share of wrong labels in the noisy training problems
 CRITIC_KEYS = "explained_variance_within", "mid_auc", "end_auc"
+
+
+class Part(NamedTuple):
+    """The runs of one table, and the label that its differences are to."""
+
+    arms: list[Arm]
+    seeds: Iterable[int]
+    reference: str | None
+    variants: tuple[str, ...] = ("clean",)  # of the training labels: clean or noisy
+
+
+SEEDS, FEW_SEEDS = range(5), range(2)
+PARTS = {
+    # Its seed is not used again. Its rates have no pairs, so it has no differences.
+    "grid": Part(GRID, [100], None),
+    "main": Part(ALGORITHMS, SEEDS, "GRPO", ("clean", "noisy")),
+    "longer": Part(LONGER, SEEDS, "GRPO, 40 steps"),
+    "ablations": Part(ABLATIONS, FEW_SEEDS, "JustRL II"),
+    "bounds": Part(BOUNDS, SEEDS, "GRPO"),
+    "groups": Part(GROUPS_OF_TWO, SEEDS, "GRPO, groups of 2"),
+    "controls": Part(CONTROLS, FEW_SEEDS, "GRPO"),
+    "muon": Part([GRPO, MUON], FEW_SEEDS, "GRPO"),
+    "real": Part(REAL, [0], "GRPO, SmolLM2"),
+    "real-groups": Part(REAL_GROUPS, FEW_SEEDS, "GRPO, SmolLM2, groups of 2"),
+}
 
 
 class Job(NamedTuple):
     """One run of train.py, or of the same with an oracle for a critic."""
 
-    label: str
-    variant: str  # labels: clean or noisy
+    arm: Arm
+    variant: str
     rate: str
     seed: int
-    flags: str
-
-    @property
-    def program(self) -> list[str]:
-        """What runs it, as arguments of Python."""
-        return ["-m", "experiments.long_oracle"] if "oracle" in self.label else ["train.py"]
 
     def folder(self, root: Path) -> Path:
         """Where it is, or will be."""
-        plain = "".join(c if c.isalnum() or c in ".=" else "-" for c in self.label)
+        plain = "".join(c if c.isalnum() or c in ".=" else "-" for c in self.arm.label)
         return root / f"{self.variant}_{plain}_lr{self.rate}_seed{self.seed}"
+
+    def command(self, root: Path) -> list[str]:
+        """What runs it, as arguments of Python; an interrupted run goes on or begins again."""
+        program = ["-m", "experiments.long_oracle"] if self.arm.oracle else ["train.py"]
+        folder = self.folder(root)
+        data = root / "noisy.jsonl" if self.variant == "noisy" else LONG_TRAIN
+        run = dict(data=data.resolve(), lr=self.rate, seed=self.seed)
+        resume = ["--resume"] if (folder / "config.json").exists() else []
+        where = ["--output-dir", str(folder.resolve())]
+        return [*program, *where, *resume, *run_flags(COMMON | run | self.arm.flags)]
+
+
+def run_flags(flags: dict[str, Any]) -> list[str]:
+    """Arguments of train.py: `steps=24` is --steps 24, True is --name, False is --no-name."""
+    arguments = []
+    for name, value in flags.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 # ---- running
@@ -150,7 +232,7 @@ class Job(NamedTuple):
 def write_noisy(path: Path) -> None:
     """The training problems, a share NOISE of the labels replaced by another digit."""
     rng = random.Random(0)
-    rows = list(read_rows(ROOT / "assets/long-train.jsonl"))
+    rows = list(read_rows(LONG_TRAIN))
     for row in rng.sample(rows, round(NOISE * len(rows))):
         row["label"] = rng.choice([d for d in "01234" if d != row["label"]])
     files.write_jsonl(path, rows)
@@ -166,20 +248,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def execute(job: Job, root: Path) -> None:
-    """Run train.py in a process of its own; an interrupted run goes on or begins again."""
-    folder = job.folder(root)
-    data = root / "noisy.jsonl" if job.variant == "noisy" else ROOT / "assets/long-train.jsonl"
-    command = [sys.executable, *job.program, "--output-dir", str(folder.resolve())]
-    command += ["--resume"] if (folder / "config.json").exists() else []
-    command += [*COMMON, "--data", str(data.resolve()), "--lr", job.rate, "--seed", str(job.seed)]
-    log = root / f"{folder.name}.log"
+    """Make a run in a process and on a core of its own."""
+    command = [sys.executable, *job.command(root)]
+    log = root / f"{job.folder(root).name}.log"
     with open(log, "w") as out:
         one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, *job.flags.split()], cwd=ROOT, stdout=out, stderr=out, env=one_core
-        )
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, env=one_core)
     if done.returncode:
-        raise SystemExit(f"error: {job.label} ended with status {done.returncode}; see {log}.")
+        raise SystemExit(f"error: {job.arm.label} ended with status {done.returncode}; see {log}.")
 
 
 def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
@@ -196,58 +272,33 @@ def run_all(jobs: Iterable[Job], root: Path, parallel: int) -> None:
 # ---- which runs
 
 
-def grid_jobs(root: Path) -> list[Job]:
-    """Every algorithm at every rate, with a seed that is not used again."""
+def jobs_of(part: Part, root: Path) -> list[Job]:
+    """The runs of a part; seed by seed, so that half a comparison is paired too.
+
+    Raises ValueError if an arm takes its rate from the grid and the grid is not complete.
+    """
+    rates = {} if all(arm.rate for arm in part.arms) else best_rates(root)
     return [
-        Job(label, "clean", rate, GRID_SEED, flags)
-        for label, flags in TUNED.items()
-        for rate in (MUON_RATES if label in MUON else RATES)
+        Job(arm, variant, arm.rate or rates[arm.rate_of], seed)
+        for seed in part.seeds
+        for variant in part.variants
+        for arm in part.arms
     ]
 
 
 def best_rates(root: Path) -> dict[str, str]:
-    """For each algorithm the rate of the grid with the largest accuracy averaged over tokens."""
-    jobs = grid_jobs(root)
-    if missing := [job for job in jobs if not is_complete(job.folder(root))]:
+    """For each label of the grid the rate with the largest accuracy averaged over tokens."""
+    jobs = jobs_of(PARTS["grid"], root)
+    missing = [job for job in jobs if not is_complete(job.folder(root))]
+    if missing:
         raise ValueError(f"{missing[0].folder(root)} is not complete; run the grid first.")
     runs = [read_run(job, root) for job in jobs]
     budgets = common_budgets(runs)
-    area = lambda run: accuracy_at(run, budgets).mean()
-    of_label = lambda label: [run for run in runs if run["label"] == label]
-    return {label: max(of_label(label), key=area)["rate"] for label in TUNED}
-
-
-def main_jobs(root: Path) -> list[Job]:
-    """Every algorithm at its best rate; seed by seed, so that half a comparison is paired too."""
-    rates = best_rates(root)
-    return [
-        Job(label, variant, rates[label], seed, flags)
-        for seed in SEEDS
-        for variant in ("clean", "noisy")
-        for label, flags in ALGORITHMS.items()
-    ]
-
-
-def few_jobs(root: Path, rows: dict[str, str], seeds: Iterable[int] = FEW_SEEDS) -> list[Job]:
-    """Rows on some seeds of the comparison, at the best rate of the algorithm they vary, with whose
-    label theirs begins.
-    """
-    rates = best_rates(root)
-    varied = lambda label: max((name for name in rates if label.startswith(name)), key=len)
-    return [
-        Job(label, "clean", rates[varied(label)], seed, flags)
-        for seed in seeds
-        for label, flags in rows.items()
-    ]
-
-
-def real_jobs(rows: dict[str, str], seeds: Iterable[int]) -> list[Job]:
-    """Rows on a real model, whose rate is not tuned."""
-    return [
-        Job(label, "clean", REAL_RATE, seed, flags)
-        for seed in seeds
-        for label, flags in rows.items()
-    ]
+    best = {}
+    for label in dict.fromkeys(run["label"] for run in runs):
+        mine = [run for run in runs if run["label"] == label]
+        best[label] = max(mine, key=lambda run: accuracy_at(run, budgets).mean())["rate"]
+    return best
 
 
 # ---- reading
@@ -264,14 +315,19 @@ def read_run(job: Job, root: Path) -> dict:
         tokens += responses * row.get("rollout/response_length_mean", 0.0)
         if "eval/accuracy" in row:
             curve.append((tokens, row["eval/accuracy"]))
-    seconds = lambda *keys: sum(row.get(f"perf/{key}_s", 0.0) for row in rows for key in keys)
-    run = job._asdict() | {"tokens": tokens, "curve": curve, "seconds": seconds("step")}
-    run["critic_seconds"] = seconds("score_critic", "update_critic")
+    run = dict(label=job.arm.label, variant=job.variant, rate=job.rate, seed=job.seed)
+    run |= dict(tokens=tokens, curve=curve, seconds=total_seconds(rows, "step"))
+    run["critic_seconds"] = total_seconds(rows, "score_critic", "update_critic")
     for key in CRITIC_KEYS:  # over the second half of the run
         values = [row.get(f"critic/{key}") for row in rows[len(rows) // 2 :]]
         known = [value for value in values if value is not None]
         run |= {key: mean(known)} if known else {}
     return run
+
+
+def total_seconds(rows: list[dict], *parts: str) -> float:
+    """Seconds that some parts of a step took over a run."""
+    return sum(row.get(f"perf/{part}_s", 0.0) for row in rows for part in parts)
 
 
 def common_budgets(runs: list[dict]) -> np.ndarray:
@@ -325,13 +381,16 @@ def as_text(table: list[dict], reference: str | None) -> str:
     against = f"mean against {reference}|end against {reference}" if reference else "|"
     heads = f"labels|algorithm|lr|seeds|mean|end|{against}|seconds"
     heads = [*heads.split("|"), "critic's share", "EV within groups", "mid AUC", "end AUC"]
-    change = lambda middle, low, high: f"{middle[0]:+.3f} ({low[0]:+.3f} to {high[0]:+.3f})"
     lines = [heads, ["---"] * len(heads)]
     for row in table:
         cells = [row["variant"], row["label"], row["rate"], str(row["seeds"])]
         cells += [f"{row['area']:.3f}", f"{row['end']:.3f}"]
-        paired = "area_difference" in row
-        cells += [change(*row[f"{name}_difference"]) if paired else "" for name in ("area", "end")]
+        for name in ("area_difference", "end_difference"):
+            if name in row:
+                (middle,), (low,), (high,) = row[name]
+                cells.append(f"{middle:+.3f} ({low:+.3f} to {high:+.3f})")
+            else:
+                cells.append("")
         cells += [f"{row['seconds']:.0f}", f"{row['critic_seconds'] / row['seconds']:.0%}"]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in CRITIC_KEYS]
         lines.append(cells)
@@ -372,27 +431,11 @@ def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> Non
     if done:
         table = summarise([read_run(job, root) for job in done], reference)
         (root / f"{name}.json").write_text(json.dumps(table, indent=1))
-        (root / f"{name}.md").write_text(text := as_text(table, reference))
+        text = as_text(table, reference)
+        (root / f"{name}.md").write_text(text)
         if reference:
             draw(table, root / f"{name}.png", reference)
         print(text)
-
-
-PARTS = {  # the runs of each, and what they are compared with
-    "grid": (grid_jobs, None),  # its rates have no pairs
-    "main": (main_jobs, "GRPO"),
-    "longer": (lambda root: few_jobs(root, LONGER, SEEDS), "GRPO, 40 steps"),
-    "ablations": (lambda root: few_jobs(root, ABLATIONS), "JustRL II"),
-    "bounds": (lambda root: few_jobs(root, BOUNDS, SEEDS), "GRPO"),
-    "groups": (lambda root: few_jobs(root, GROUPS_OF_TWO, SEEDS), "GRPO, groups of 2"),
-    "controls": (lambda root: few_jobs(root, CONTROLS), "GRPO"),
-    "muon": (lambda root: few_jobs(root, {"GRPO": GRPO} | MUON), "GRPO"),
-    "real": (lambda root: real_jobs(REAL, [0]), "GRPO, SmolLM2"),
-    "real-groups": (
-        lambda root: real_jobs(REAL_GROUPS, FEW_SEEDS),
-        "GRPO, SmolLM2, groups of 2",
-    ),
-}
 
 
 def main() -> None:
@@ -415,9 +458,8 @@ def main() -> None:
 
 def make(part: str, root: Path, jobs: int, only_report: bool) -> None:
     """The missing runs of a part, unless only what is there counts, and its report."""
-    find, reference = PARTS[part]
     try:
-        runs = find(root)
+        runs = jobs_of(PARTS[part], root)
     except ValueError as error:  # the grid, which gives the others their rates, is not complete
         if not only_report:
             raise
@@ -425,7 +467,7 @@ def make(part: str, root: Path, jobs: int, only_report: bool) -> None:
         return
     if not only_report:
         run_all(runs, root, jobs)
-    report(runs, root, part, reference)
+    report(runs, root, part, PARTS[part].reference)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does the curation work? `make curate-evidence`, or with a run that is there:
+"""Does the curation work? `make curate-evidence`, or with a run that exists already:
 
     python -m experiments.evidence_curate [RUN]
 
@@ -28,7 +28,8 @@ def python(*arguments):
     subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
 
 
-def read(file):
+def rows_of(file):
+    """The rows of a JSON lines file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -36,15 +37,14 @@ def plant(problems, rng):
     """Problems of a skewed mix, 15 % of them with another digit as label; `true` keeps the right
     one.
     """
-    by_length = lambda lengths: [p for p in problems if p["steps"] in lengths]
-    short = round(ROWS * SHORT_SHARE)
-    rows = rng.sample(by_length(SHORT), short) + rng.sample(by_length(LONG), ROWS - short)
+    short, long = ([p for p in problems if p["steps"] in steps] for steps in (SHORT, LONG))
+    count = round(ROWS * SHORT_SHARE)
+    rows = [dict(row) for row in rng.sample(short, count) + rng.sample(long, ROWS - count)]
     wrong = set(rng.sample(range(ROWS), round(ROWS * WRONG_SHARE)))
-    other = lambda label: str((int(label) + rng.randint(1, 9)) % 10)
-    rows = [
-        row | {"true": row["label"], "label": other(row["label"]) if i in wrong else row["label"]}
-        for i, row in enumerate(rows)
-    ]
+    for i, row in enumerate(rows):
+        row["true"] = row["label"]
+        if i in wrong:
+            row["label"] = str((int(row["label"]) + rng.randint(1, 9)) % 10)
     rng.shuffle(rows)
     return rows
 
@@ -53,31 +53,32 @@ def zero_variance(data, target, folder):
     """Share of groups without signal in the first steps of training."""
     flags = f"--model {target} --data {data} --output-dir {folder} {FIRST_STEPS}".split()
     python("train.py", *flags, "--eval-data", "")
-    steps = read(folder / "metrics.jsonl")
+    steps = rows_of(folder / "metrics.jsonl")
     groups = [m["rollout/groups_finished"] for m in steps]
     flat = [m["rollout/zero_variance_share"] * m["rollout/groups_finished"] for m in steps]
     return sum(flat) / sum(groups), sum(groups)
 
 
 def main():
+    """Command line entry."""
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         run = Path(sys.argv[1]) if len(sys.argv) > 1 else scratch / "run"
         if not run.exists():
             python("train.py", *TRAIN.split(), "--output-dir", run)
-        policy = lambda step: run / f"checkpoints/step_{step:06d}/policy"
-        raw, target = scratch / "raw.jsonl", policy(20)
-        rows = plant(read(ROOT / "assets/train.jsonl"), random.Random(0))
+        target, middle, last = (run / f"checkpoints/step_{s:06d}/policy" for s in (20, 40, 80))
+        raw = scratch / "raw.jsonl"
+        rows = plant(rows_of(ROOT / "assets/train.jsonl"), random.Random(0))
         raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
         wrong = sum(row["label"] != row["true"] for row in rows)
         lines = [f"{len(rows)} problems, {wrong} wrong labels"]
-        auditors = {"base": ROOT / "assets/tiny-base", "step 40": policy(40), "step 80": policy(80)}
+        auditors = {"base": ROOT / "assets/tiny-base", "step 40": middle, "step 80": last}
         for name, auditor in auditors.items():
             output = scratch / f"{name.replace(' ', '-')}.jsonl"
-            samples = 16 if auditor == policy(80) else 0  # only its output is trained on
+            samples = 16 if auditor == last else 0  # only its output is trained on
             flags = f"--model {target} --audit-model {auditor} --data {raw} --samples {samples}"
             python("curate.py", *flags.split(), "--max-pass-rate", 0.85, "--output", output)
-            dropped = read(output.with_suffix(".dropped.jsonl"))
+            dropped = rows_of(output.with_suffix(".dropped.jsonl"))
             doubtful = [row for row in dropped if row["reason"] == "doubtful_label"]
             caught = sum(row["label"] != row["true"] for row in doubtful) / wrong
             lost = sum(row["label"] == row["true"] for row in doubtful) / (len(rows) - wrong)
@@ -85,7 +86,7 @@ def main():
                 f"audit by {name:8} caught {caught:.3f} of the wrong labels, "
                 f"lost {lost:.3f} of the good ones"
             )
-        kept = read(output)
+        kept = rows_of(output)
         left = sum(row["label"] != row["true"] for row in kept)
         lines.append(f"{len(kept)} rows written, {left} of them wrong")
         before, groups = zero_variance(raw, target, scratch / "before")

@@ -45,10 +45,17 @@ def start(folder: Path, data: Path) -> int:
     os._exit(0)
 
 
-def wait(pid: int, seconds: float, moment) -> bool:
-    """True if the process ended (well) within `seconds` and before `moment()`."""
+def saving(folder: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any(folder.glob("checkpoints/tmp_*"))
+
+
+def wait(pid: int, seconds: float, until_saving: Path | None = None) -> bool:
+    """True if the process ended well within `seconds`, and before the run in this folder began to
+    write a checkpoint. AssertionError if it failed.
+    """
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not moment():
+    while time.monotonic() < deadline and not (until_saving and saving(until_saving)):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             assert status == 0, "the run failed; see its log"
@@ -91,11 +98,13 @@ def finished_steps(folder: Path) -> tuple[int, int]:
 
 def result(folder: Path) -> dict:
     """All that a run leaves, without times."""
-    timed = lambda key: key.startswith("perf/") or key == "eval/seconds"
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    for row in rows:
+        for key in [k for k in row if k.startswith("perf/") or k == "eval/seconds"]:
+            del row[key]
     newest = max(folder.glob("checkpoints/step_*"))
     return {
-        "metrics": [{k: v for k, v in row.items() if not timed(k)} for row in rows],
+        "metrics": rows,
         "samples": (folder / "rollouts.jsonl").read_bytes(),
         "weights": [
             (newest / part / "model.safetensors").read_bytes() for part in ("policy", "critic")
@@ -115,7 +124,7 @@ def main() -> None:
     lines = (ROOT / "assets/eval.jsonl").read_text().splitlines(True)
     data.write_text("".join(lines[:8]))
     begin = time.monotonic()
-    assert wait(start(base / "calm", data), 600, lambda: False)
+    assert wait(start(base / "calm", data), 600)
     calm_s, calm = time.monotonic() - begin, result(base / "calm")
     print(f"undisturbed: {calm_s:.1f} s; logs in {base}", flush=True)
     kills = runs = 0
@@ -123,16 +132,15 @@ def main() -> None:
         runs, folder = runs + 1, base / f"run{runs}"
         while True:
             pid, aimed = start(folder, data), kills % 2 == 1
-            saving = lambda folder=folder: any(folder.glob("checkpoints/tmp_*"))
             if kills == args.kills:
-                ended = wait(pid, 600, lambda: False)
+                ended = wait(pid, 600)
             elif aimed:
-                ended = wait(pid, 600, saving) or wait(pid, chance.uniform(0, 0.1), lambda: False)
+                ended = wait(pid, 600, until_saving=folder) or wait(pid, chance.uniform(0, 0.1))
             else:
-                ended = wait(pid, chance.uniform(0, 0.7 * calm_s), lambda: False)
+                ended = wait(pid, chance.uniform(0, 0.7 * calm_s))
             if ended:
                 break
-            during = "a save" if saving() else "a step"
+            during = "a save" if saving(folder) else "a step"
             kill(pid)
             kills += 1
             row, saved = finished_steps(folder)

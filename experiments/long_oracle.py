@@ -1,9 +1,9 @@
 """train.py on the long task with a critic that knows: `python -m experiments.long_oracle FLAG...`.
 
 In the long task (make_long_assets.py) the digit after a step depends on the step, on the digit
-before it and, for a model, on whether there was a slip so far. The policy's probabilities of each
-are ten forwards away. So the chance that a response ends in the right digit can be computed before
-each of its tokens, for the policy at hand. That chance is V here, and the critic is never trained:
+before it and, for a model, on whether there was a slip so far. Ten forwards give the policy's
+probabilities of each. So the chance that a response of the present policy ends in the right digit
+can be computed before each of its tokens. Here that chance is V, and the critic is never trained:
 a bound on what a critic could bring.
 """
 
@@ -16,6 +16,7 @@ import train
 from assets.make_assets import chat_prompt
 from experiments.make_long_assets import BASE, LONGEST, RESULTS, write_prompt, write_response
 from model import packed_attention, segment_positions
+from run.state import Run, State
 
 MOST_STEPS = 40  # longer chains do not fit into 128 tokens
 
@@ -24,8 +25,9 @@ MOST_STEPS = 40  # longer chains do not fit into 128 tokens
 def transitions(policy, tokenizer) -> Tensor:
     """(45, 2, 5, 5) float64: P(digit after a step | step, doubt, digit before it) of the policy.
 
-    Read off the right chains of 44 steps from each of the five digits, which between them pass
-    every pair (step, digit) once, with a mark of doubt behind each step or behind none.
+    Read off the right chains of 44 steps from each of the five digits, which together pass every
+    pair (step, digit) once. Each chain is read twice: with a mark of doubt after every step, and
+    after none.
     """
     digits = tokenizer.convert_tokens_to_ids([str(d) for d in range(BASE)])
     table = torch.zeros(LONGEST + 1, 2, BASE, BASE, dtype=torch.float64)
@@ -96,17 +98,16 @@ def score_oracle(policy, tokenizer, batch) -> Tensor:
     return values
 
 
-def main():
+def main() -> None:
     """train.main with V computed, and no critic to update."""
-    learn = train.learn
+    step = train.train_step
 
-    def learn_with_oracle(run, state, collected, clock):
-        train.score_critic = lambda _, batch, __: score_oracle(
-            state.policy, state.sampler.tokenizer, batch
-        )
-        return learn(run, state, collected, clock)
+    def step_with_oracle(run: Run, state: State) -> dict[str, float] | None:
+        tokenizer = state.sampler.tokenizer
+        train.score_critic = lambda _, batch, __: score_oracle(state.policy, tokenizer, batch)
+        return step(run, state)
 
-    train.learn, train.update_critic = learn_with_oracle, lambda *_: {}
+    train.train_step, train.update_critic = step_with_oracle, lambda *_: {}
     train.main()
 
 

@@ -22,18 +22,13 @@ the marks are without effect.
 regenerated ones.
 """
 
-import argparse
 import random
 import re
 
 import torch
-import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from assets import make_assets as short
-from assets.make_assets import HERE, chat_prompt, make_model, save, to_jsonl
+from assets.make_assets import HERE, LEARNING_RATE, chat_prompt, fit, make_model, pad, save, warm_up
 
 BASE = 5
 STEP_COUNTS = range(4, 45)
@@ -41,6 +36,7 @@ LONGEST = STEP_COUNTS[-1]
 PROBLEMS_PER_STEP_COUNT = {"eval": 3, "train": 50}
 WORDS = ["system", "user", "assistant", "\n", "\\boxed{", "}", *map(str, range(10)), ".", "?"]
 WORDS += [f" {step}:" for step in range(1, LONGEST + 1)]
+PIECES = r"system|user|assistant|\\boxed\{| [0-9]+:|[\s\S]"
 RESPONSE = re.compile(r"<think>(?: \d+:\d[.?])+</think>\\boxed\{(\d)\}")
 
 
@@ -65,6 +61,7 @@ def draw_problem(rng, steps):
 
 
 def write_prompt(start, first, last):
+    """A countdown as the model reads it: `4 17: 14:`."""
     return f"{start} {first}: {last}:"
 
 
@@ -99,87 +96,41 @@ def make_problems(seed=0):
 
 
 def make_tokenizer():
-    """66 words that concatenate back to the text, after the manner of the short task."""
-    words = short.SPECIAL_TOKENS + short.THINK_TAGS + WORDS
-    vocab = {token: i for i, token in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
-    pieces = Regex(r"system|user|assistant|\\boxed\{| [0-9]+:|[\s\S]")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in short.SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in short.THINK_TAGS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<|unk|>",
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        chat_template=short.CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
+    """66 words that concatenate back to the text, as in the short task."""
+    return short.make_tokenizer(WORDS, PIECES)
 
 
-def make_batch(tokenizer, rng, step_counts, held_out, rows):
-    """(B, T) int64 input ids and labels of fresh problems; -100 on prompt and padding."""
-    pairs = []
-    while len(pairs) < rows:
-        problem = draw_problem(rng, rng.choice(step_counts))
-        prompt = write_prompt(*problem)
-        if prompt not in held_out:
-            response = write_response(*problem, rng) + tokenizer.eos_token
-            pairs.append(tokenizer([chat_prompt(tokenizer, prompt), response])["input_ids"])
-    length = max(len(p) + len(r) for p, r in pairs)
-    input_ids = torch.full((rows, length), tokenizer.pad_token_id)
-    labels = torch.full((rows, length), -100)
-    for i, (p, r) in enumerate(pairs):
-        input_ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
-    return input_ids, labels
-
-
-def train(model, batches, updates, stage):
-    """AdamW with a rate that falls to 0."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
-    running = 1.0
-    for update in (bar := tqdm(range(updates), desc=stage)):
-        warm = min(1, (update + 1) / 50) * (1 - update / updates)
-        optimizer.param_groups[0]["lr"] = short.LEARNING_RATE * warm
-        input_ids, labels = batches()
-        logits = model(input_ids).logits[:, :-1]
-        loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        running += 0.05 * (loss.item() - running)
-        bar.set_postfix(loss=f"{running:.4f}")
+def batches(tokenizer, rng, step_counts, held_out, size):
+    """Without end, `size` fresh problems with their responses, as make_assets.pad returns them."""
+    while True:
+        rows = []
+        while len(rows) < size:
+            problem = draw_problem(rng, rng.choice(step_counts))
+            prompt = write_prompt(*problem)
+            if prompt not in held_out:
+                response = write_response(*problem, rng) + tokenizer.eos_token
+                rows.append(tokenizer([chat_prompt(tokenizer, prompt), response])["input_ids"])
+        yield pad(rows, tokenizer.pad_token_id)
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make the long task and its tiny base model.")
-    parser.add_argument("--check", action="store_true", help="compare the committed problems")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model")
-    args = parser.parse_args()
-
+    """Command line entry."""
     splits = make_problems()
-    files = {split: HERE / f"long-{split}.jsonl" for split in splits}
-    if args.check:
-        stale = [s for s, file in files.items() if file.read_text() != to_jsonl(splits[s])]
-        raise SystemExit(f"assets differ from the script: {', '.join(stale)}" if stale else 0)
-    for split, file in files.items():
-        file.write_text(to_jsonl(splits[split]))
+    files = {HERE / f"long-{split}.jsonl": problems for split, problems in splits.items()}
+    seed = short.write_or_check("Make the long task and its tiny base model.", files)
 
-    torch.manual_seed(args.seed)
-    rng, held_out = random.Random(args.seed), {p["prompt"] for p in splits["eval"]}
+    torch.manual_seed(seed)
+    rng, held_out = random.Random(seed), {p["prompt"] for p in splits["eval"]}
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, layers=3)
     stages = (  # name, step counts, rows of a batch, updates
         ("short chains", range(2, 7), 96, 500),
         ("all chains", STEP_COUNTS, 24, 700),
     )
-    for stage, counts, rows, updates in stages:
-        batches = lambda c=counts, r=rows: make_batch(tokenizer, rng, c, held_out, r)
-        train(model, batches, updates, stage)
+    for stage, counts, size, updates in stages:
+        # Without the brackets the last bits of the weights are others.
+        rates = [LEARNING_RATE * (warm_up(u) * (1 - u / updates)) for u in range(updates)]
+        fit(model, batches(tokenizer, rng, counts, held_out, size), rates, stage)
     save(model, tokenizer, HERE / "tiny-long-base")
 
 

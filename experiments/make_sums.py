@@ -1,6 +1,6 @@
 """Make the problems of the comparison on a real model: `python -m experiments.make_sums`.
 
-Sums of two numbers from 11 to 49, behind one worked example as chat turns:
+Sums of two numbers from 11 to 49 after one worked example, as chat turns:
 
     system     Answer in \\boxed{}.
     user       12 + 15

@@ -7,13 +7,16 @@ stored group, and the weight that each objective gives to a token's gradient.
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+import files
 from algorithms import ALGORITHMS
+from config import Config
 from files import config_of, file_of, read_rows
 from losses import OBJECTIVES, policy_loss, terminal_reward
 
@@ -98,7 +101,7 @@ def stored_group(run: Path, step: int) -> Group:
     """
     config = config_of(run)
     rows = stored_rows(run, step, config["group_size"])
-    saved = [critic.parent for critic in (run / "checkpoints").glob("step_??????/critic")]
+    saved = [c for c in files.checkpoints(run) if (c / "critic").is_dir()]
     newest = max((p for p in saved if int(p.name.removeprefix("step_")) <= step), default=None)
     if all("values" in row for row in rows):
         values = [torch.tensor(row["values"]) for row in rows]
@@ -119,15 +122,16 @@ def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
     """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
     # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
-    settings = ALGORITHMS[name].defaults | {k: v for k, v in own.items() if v is not None}
+    settings = vars(Config()) | ALGORITHMS[name].defaults
+    settings |= {k: v for k, v in own.items() if v is not None}
     mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
-    result, _ = ALGORITHMS[name].advantage(
+    result, _ = ALGORITHMS[name].advantages(
+        SimpleNamespace(**settings),
         values=pad_sequence(group.values, True),
         mask=mask,
         token_rewards=terminal_reward(torch.tensor(group.rewards), mask),
         raw_token_rewards=terminal_reward(torch.tensor(group.raw), mask),
         group_ids=torch.zeros(len(mask), dtype=torch.long),
-        **settings,
     )
     return result, settings
 

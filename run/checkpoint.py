@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and its checkpoints.
+"""Checkpoints: everything that a run needs to go on bit for bit.
 
     checkpoints/step_000010/policy/         a Hugging Face directory
                             critic/         the same, with the value head
@@ -7,7 +7,7 @@
 
 A checkpoint is written under a temporary name, flushed to the disk, then renamed: one with its
 final name is complete. At the next start a *missing* file is an error (a policy must not continue
-with a new critic); a *damaged* file makes the previous checkpoint be used, with a warning.
+with a new critic); with a *damaged* file the previous checkpoint is used, with a warning.
 """
 
 import json
@@ -16,63 +16,33 @@ import shutil
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 import distributed
-from data import DataOrder, Problem, Rollout
+import files
+from data import Problem, Rollout
 from distributed import print0
-from model import Transformer
-from rollout import Collected, Sampler
-from run.optimizer import Optimizers
+from rollout import Collected
+from run.metrics import warn
+from run.optimizer import on_device
+from run.state import Run, State
 
 MANIFEST = "manifest.json"
 
 
-@dataclass
-class State:
-    """Everything a run carries from one step to the next. Models are float32 masters, sharded when
-    ranks are many.
-    """
-
-    policy: Transformer
-    optimizers: Optimizers
-    sampler: Sampler  # owns a whole copy of the policy in the compute dtype
-    order: DataOrder
-    critic: torch.nn.Module | None = None
-    critic_optimizers: Optimizers = ()
-    reference: Transformer | None = None  # frozen start policy, for the KL term
-    buffer: list[list[Rollout]] = field(default_factory=list)
-    ahead: Collected | None = None  # --async-steps: the groups of the next step, sampled already
-    step: int = 0  # finished steps
-    critic_steps: int = 0
-    empty_steps: int = 0  # the latest steps in a row that kept no group
-    start_entropy: float | None = None  # of the first policy update: what a collapse is measured by
-    stop: bool = False  # set by a signal: save and leave
-
-    @property
-    def trained(self) -> list[tuple[torch.nn.Module, Optimizers]]:
-        """The models that train, each with its optimizers."""
-        return [self.part(p) for p in ("policy", "critic") if getattr(self, p) is not None]
-
-    def part(self, name: str) -> tuple[torch.nn.Module, Optimizers]:
-        """`policy` or `critic`, with its optimizers."""
-        return getattr(self, name), self.optimizers if name == "policy" else self.critic_optimizers
-
-
-# ---- the small part
+# ---- counters, data position and rollouts
 
 
 def position(state: State) -> dict:
-    """Counters, data position and unfinished rollouts, in plain types and copied: sampling changes
-    them in place.
+    """Counters, data position and unfinished rollouts, in plain types. Copied, because sampling
+    changes them in place.
     """
     return {
         "step": state.step,
@@ -80,7 +50,7 @@ def position(state: State) -> dict:
         "empty_steps": state.empty_steps,
         "start_entropy": state.start_entropy,
         "weight_version": state.sampler.weight_version,
-        "order": {k: _copied(v) for k, v in state.order.state_dict().items()},
+        "order": copied(state.order.state_dict()),
         "buffer": [[plain(r) for r in group] for group in state.buffer],
         "ahead": state.ahead
         and {
@@ -93,8 +63,8 @@ def position(state: State) -> dict:
 
 
 def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None:
-    """Go to where `position` was called. What is known of a problem that an edited data file no
-    longer has in its place, rollouts and pass rate, is dropped, with a sentence.
+    """Go back to what `position` returned. Where an edited data file has another problem in the
+    place of an old one, the old one's rollouts and pass rate are dropped, with a warning.
     """
     state.step, state.critic_steps = saved["step"], saved["critic_steps"]
     state.empty_steps, state.start_entropy = saved["empty_steps"], saved["start_entropy"]
@@ -105,14 +75,9 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
             "they were; their pass rates and the rollouts in hand are dropped.",
             file=sys.stderr,
         )
-    restored = lambda groups: [
-        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
-        for group in groups
-        if group[0]["problem"] not in gone
-    ]
-    state.buffer, ahead = restored(saved["buffer"]), saved["ahead"]
+    state.buffer, ahead = restored(saved["buffer"], problems, gone), saved["ahead"]
     if ahead:
-        finished = restored(ahead["finished"])
+        finished = restored(ahead["finished"], problems, gone)
         by_number = {group[0].group: group for group in finished}
         kept = [by_number[number] for number in ahead["kept"] if number in by_number]
         state.ahead = Collected(
@@ -120,61 +85,85 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
         )
 
 
+def restored(
+    groups: Sequence[Sequence[dict]], problems: Sequence[Problem], gone: set[int]
+) -> list[list[Rollout]]:
+    """Groups of rollouts as `plain` wrote them, but for those of problems that are `gone`."""
+    return [
+        [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
+        for group in groups
+        if group[0]["problem"] not in gone
+    ]
+
+
 def plain(rollout: Rollout) -> dict:
     """Fields of a rollout, its problem by index. Not `asdict`, which copies token by token."""
-    fields = {name: _copied(value) for name, value in vars(rollout).items()}
-    return fields | {"problem": rollout.problem.index}
+    return copied(vars(rollout)) | {"problem": rollout.problem.index}
 
 
-def _copied(value):
-    return list(value) if isinstance(value, list) else value
+def copied(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with copies of those that are lists."""
+    return {k: list(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
 # ---- writing
 
 
-def save(
-    folder: Path, state: State, keep: int, at_work: Callable = lambda *_: nullcontext()
-) -> None:
-    """Write checkpoints/step_N of the run in `folder`, then drop all but the newest `keep` (0: drop
-    none). What --offload keeps away is fetched within at_work(model, optimizers).
+def save(run: Run, state: State) -> None:
+    """Write checkpoints/step_N of the run, then drop all but the newest --keep-checkpoints (0: drop
+    none).
 
     Raises OSError on every rank if it cannot be written; older checkpoints stay as they are.
     """
+    folder, keep = run.folder, run.config.keep_checkpoints
     final = folder / "checkpoints" / f"step_{state.step:06d}"
     if distributed.any_rank(final.exists()):  # on a network one rank may see it later than another
         return
     scratch, failure = final.with_name("tmp_" + final.name), None
-    # Every rank takes part in gathering each part, whatever became of the writing on rank 0.
-    for write in chain(parts(state, at_work), [publish]):
+    # Every rank takes part in gathering each part, even if writing has failed on rank 0.
+    for write in chain(parts(run, state), [publish]):
         if distributed.rank() == 0 and failure is None:
             try:
                 write(scratch)
-            # What a full disk is called by the system, by safetensors and by torch.save.
+            # A full disk, as the system, safetensors and torch.save report it.
             except (OSError, SafetensorError, RuntimeError) as error:
                 failure = error
     if distributed.any_rank(failure is not None):
         shutil.rmtree(scratch, ignore_errors=True)
         reason = failure or "rank 0 says why"
         raise OSError(f"checkpoint {final} could not be written: {reason}. Is the disk full?")
-    if distributed.rank() == 0 and keep:
-        for old in complete(folder)[:-keep]:
+    if distributed.rank() == 0 and keep:  # only now: the new one is complete
+        for old in files.checkpoints(folder)[:-keep]:
             remove(old)
 
 
-def parts(state: State, at_work: Callable) -> Iterator[Callable[[Path], None]]:
+def save_or_warn(run: Run, state: State) -> None:
+    """A checkpoint during the run: a full disk costs this one, not the run."""
+    try:
+        save(run, state)
+    except OSError as error:
+        warn(
+            state.step,
+            f"{error} The run goes on; until the next checkpoint a kill loses all since the last. "
+            "Make room.",
+        )
+
+
+def parts(run: Run, state: State) -> Iterator[Callable[[Path], None]]:
     """Gather the parts of a checkpoint over the ranks, one model at a time; each as the function
     that writes it into a directory.
     """
-    books = position(state)
+    # One model at a time: host memory never holds both with their moments.
+    trainer_state = position(state)
     for name, key in (("policy", "optimizer"), ("critic", "critic_optimizer")):
         model, optimizers = state.part(name)
         if model is not None:
-            with at_work(model, optimizers):
+            # Gathering shards is work for the device, so --offload's moments come there too.
+            with on_device(model, optimizers, run.device, run.config, moments=True):
                 weights = distributed.full_state(model)
-                books[key] = distributed.optimizer_state(model, optimizers)
+                trainer_state[key] = distributed.optimizer_state(model, optimizers)
             yield partial(write_model, state, name, weights)
-    yield lambda folder: torch.save(books, folder / "trainer_state")
+    yield lambda folder: torch.save(trainer_state, folder / "trainer_state")
 
 
 def write_model(state: State, name: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -185,10 +174,11 @@ def write_model(state: State, name: str, weights: dict[str, torch.Tensor], folde
 
 
 def publish(scratch: Path) -> None:
-    """Note size and sum of every file, flush all to the disk, and only then give the good name."""
+    """Record size and CRC of every file, flush all to the disk, only then give the final name."""
     files = sorted(file for file in scratch.rglob("*") if file.is_file())
     sums = {str(file.relative_to(scratch)): [file.stat().st_size, crc32(file)] for file in files}
     (scratch / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
+    # Directories too: a name that is not flushed is lost with the power.
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     scratch.rename(scratch.with_name(scratch.name.removeprefix("tmp_")))
@@ -214,8 +204,8 @@ def flush(path: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill in between leaves no half checkpoint of a
-    good name.
+    """Delete a checkpoint. Renamed first, so that a kill in between does not leave half of it under
+    its final name.
     """
     shutil.rmtree(folder.rename(folder.with_name("tmp_" + folder.name)))
 
@@ -223,16 +213,11 @@ def remove(folder: Path) -> None:
 # ---- reading
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints of the run in `folder` that were written to their end, oldest first."""
-    return sorted((folder / "checkpoints").glob("step_??????"))
-
-
 def newest(folder: Path) -> Path | None:
     """The newest undamaged checkpoint of the run in `folder`, on every rank; None if there is none
     yet.
 
-    Says loudly which it passes over. Raises FileNotFoundError for a missing file, ValueError if
+    Warns of each that it passes over. Raises FileNotFoundError for a missing file, ValueError if
     every checkpoint is damaged.
     """
     found = []
@@ -244,11 +229,11 @@ def newest(folder: Path) -> Path | None:
 
 
 def newest_undamaged(folder: Path) -> Path | None:
-    """Highest checkpoint of the run whose files are those that were written; damaged ones above it
-    make way, to damaged_step_N.
+    """The newest checkpoint whose files are what was written; newer, damaged ones are renamed to
+    damaged_step_N.
     """
     damaged: list[tuple[Path, str]] = []
-    for candidate in reversed(complete(folder)):
+    for candidate in reversed(files.checkpoints(folder)):
         if problem := damage(candidate):
             damaged.append((candidate, problem))
             continue

@@ -1,6 +1,6 @@
-"""The books of a run: metrics, samples, alarms, the line per step, the closing report.
+"""What a run reports: metrics, samples, the critic's audit, the line per step, the last lines.
 
-Nothing here changes what is trained. README.md defines every metric.
+Nothing here changes what is trained. docs/metrics.md defines every metric.
 """
 
 import json
@@ -28,11 +28,9 @@ from distributed import print0
 from files import read_rows
 from rewards import has_format
 from rollout import Collected, has_signal
-from run.checkpoint import State
+from run.audit import audit
 from run.scores import is_repetitive, pass_at_k
 from verify import UNDECIDED
-
-ALARMS = "no_box no_signal verifier truncated dead_critic mismatch entropy".split()
 
 
 class Sums:
@@ -53,12 +51,13 @@ class Sums:
         """Count one optimizer step, which all ranks take together: the divisor of the loss and of
         the norm.
         """
+        # Every rank adds its share, because `means` sums over ranks and the norm is global already.
         share = 1 / distributed.world_size()
         self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
 
     def means(self) -> dict[str, float]:
         """Quotients over all ranks; NaN where nothing was counted."""
-        names = sorted(self.pairs)
+        names = sorted(self.pairs)  # the same order on every rank, or sums would be of other things
         total = distributed.sum_on_device([self.pairs[n] for n in names])
         return {n: a / b if b else math.nan for n, (a, b) in zip(names, total, strict=True)}
 
@@ -74,12 +73,13 @@ class Clock:
         begin = time.perf_counter()
         yield
         if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # a rollout beside it has its own
+            # Not the whole device: with --async-steps a rollout runs in a stream of its own.
+            torch.cuda.current_stream().synchronize()
         self.seconds[phase] = time.perf_counter() - begin
 
     def metrics(self, collected: Collected) -> dict[str, float]:
-        """perf/ metrics: seconds by phase and sampled tokens per second of rollout, which may have
-        run beside the step before.
+        """perf/ metrics: seconds by phase, and sampled tokens per second of rollout. With
+        --async-steps that rollout ran during the step before.
         """
         tokens = sum(len(r.response_ids) for group in collected.finished for r in group)
         step = time.perf_counter() - self.start
@@ -98,11 +98,11 @@ def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     keeps any difference.
     """
     flat = [statistics.mean(rewards) for rewards in groups if statistics.pvariance(rewards) < 0.01]
-    share = lambda count: count / len(groups) if groups else math.nan
+    total = len(groups) or math.nan
     return {
-        "solve_all": share(sum(x > 0.99 for x in flat)),
-        "solve_none": share(sum(x < 0.01 for x in flat)),
-        "no_grad": share(len(flat)),
+        "solve_all": sum(x > 0.99 for x in flat) / total,
+        "solve_none": sum(x < 0.01 for x in flat) / total,
+        "no_grad": len(flat) / total,
     }
 
 
@@ -119,15 +119,16 @@ def kept_and_dropped(collected: Collected) -> tuple[list[Rollout], list[Rollout]
 
 
 def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[str, float]:
-    """Over everything that ended in this step, kept or dropped, so that filtering cannot flatter
-    the numbers. version: that of the weights which this step trains.
+    """Metrics over all responses that ended in this step, kept or dropped, so that filtering cannot
+    flatter the numbers. version: of the weights that this step trains.
     """
     count, (kept, dropped) = collected.counts, kept_and_dropped(collected)
     ended = [r for group in collected.finished for r in group]
     groups = [[r.reward for r in group] for group in collected.finished]
     signal = group_signal(groups)
+    # NaN, not 0, for the mean of nothing: a step without a kept group has no kept length.
     reasons = Counter(r.reason for r in ended)
-    spread = lambda r: max(r.weight_versions) - min(r.weight_versions)
+    spreads = [max(r.weight_versions) - min(r.weight_versions) for r in kept]
     metrics = {
         "groups_kept": len(collected.groups),
         "groups_finished": count["finished"],
@@ -152,7 +153,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "truncated_share": mean([r.finish_reason == "length" for r in ended]),
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
-        "version_spread_max": max(map(spread, kept), default=0),
+        "version_spread_max": max(spreads, default=0),
         "version_lag": version - mean([v for r in kept for v in r.weight_versions]),
     }
     if "format" in reward_weights(config.reward_mix):
@@ -163,8 +164,9 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
 
 
 def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """Of graded groups of one size: accuracy, and pass@k for the powers of two up to that size."""
+    """Metrics of graded groups of one size n: accuracy, and pass@k for each power of two k <= n."""
     ended, n = [r for group in groups for r in group], len(groups[0])
+    # A share of tests passed (code) is not a solution: only 1 counts for pass@k.
     right = [sum(r.correct == 1 for r in group) for group in groups]
     metrics = {"accuracy": mean([r.correct for r in ended])}
     for k in (2**i for i in range(n.bit_length())):
@@ -177,8 +179,8 @@ def evaluation_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 def score_metrics(
     batch: Batch, mask: Tensor, old_logprobs: Tensor, entropy: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Scored before the policy's update: the mean entropy of all kept tokens; and of those that are
-    trained (`mask`), the worst gap to the sampler and the advantages.
+    """Metrics of the policy before its update: the mean entropy of all kept tokens, and of the
+    trained ones (`mask`) the advantages and the largest gap between trainer and sampler (nats).
     """
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
@@ -211,11 +213,10 @@ def write_audit(
     """Append the curves of the step to audit.jsonl; returns its numbers. `mask`: the trained
     tokens; a run without a critic (values None) has the advantages alone.
     """
+    # Where in a response the learning signal sits: with a wrong lambda all of it is at the end.
     shares = position_share(advantages, mask, batch.response_lengths)
     numbers, curves = {}, {"advantage_share": shares}
     if values is not None:
-        from critic import audit
-
         numbers, more = audit(values, batch.response_mask, batch.rewards, batch.group_ids)
         curves |= more
     if distributed.rank() == 0:
@@ -285,8 +286,8 @@ def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
 
 
 def forget_after(file: Path, step: int) -> None:
-    """Cut a JSONL file back to rows up to `step`, which a resumed run goes on from; a line that a
-    kill tore is cut too. In one system call, so that the next kill cannot harm it.
+    """Cut a JSONL file back to rows up to `step`, from which a resumed run goes on, and drop a line
+    that a kill left incomplete. One system call: another kill leaves the old file or the new one.
     """
     if distributed.rank() == 0 and file.exists():
         os.truncate(file, size_up_to(file, step))
@@ -299,6 +300,7 @@ def size_up_to(file: Path, step: int) -> int:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
+                # Without its end, the line was being written when the run was killed.
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError) as error:
@@ -307,6 +309,15 @@ def size_up_to(file: Path, step: int) -> int:
                 ) from error
             size += len(line)
     return size
+
+
+def report_nowhere(step: int, metrics: dict[str, float]) -> None:
+    """--report-to none."""
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that are numbers: trackers draw NaN as a point or refuse it."""
+    return {k: v for k, v in metrics.items() if math.isfinite(v)}
 
 
 def open_reporter(
@@ -318,9 +329,8 @@ def open_reporter(
     ones, or under the same wandb id (kept in folder/wandb_id), where both stay. Raises ImportError
     when the package is missing.
     """
-    finite = lambda metrics: {k: v for k, v in metrics.items() if math.isfinite(v)}
     if config.report_to == "none" or distributed.rank() > 0:
-        return lambda step, metrics: None
+        return report_nowhere
     if config.report_to == "tensorboard":
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -353,100 +363,10 @@ def history(file: Path, key: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence[float]) -> str:
-    """A sentence if the verifier's workers gave up, or left many responses undecided, or more than
-    earlier in the run; else "".
-
-    More: above the mean of at least five earlier steps by 2 points and three standard errors.
-    """
-    given_up = sum(metrics.get(f"rollout/verdict_{reason}", 0.0) for reason in ("timeout", "died"))
-    if given_up > 0.01:
-        return (
-            f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
-            "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
-        )
-    share = metrics["rollout/undecided_share"]
-    responses = max(metrics["rollout/groups_finished"] * group_size, 1)
-    earlier = [x for x in earlier if math.isfinite(x)]
-    usual = statistics.mean(earlier) if len(earlier) >= 5 else 1.0
-    risen = share > usual + 0.02 + 3 * math.sqrt(usual * (1 - usual) / responses)
-    if not risen and not share > 0.2:
-        return ""
-    before = f", up from {usual:.1%} on average before" if risen else ""
-    return (
-        f"the verifier could not decide {share:.1%} of the responses ({', '.join(UNDECIDED)})"
-        f"{before}; they count as wrong. Sort rollouts.jsonl by `reason`, and explain one by "
-        "`python verify.py RESPONSE LABEL`: either the labels cannot be read (--audit) or the "
-        "policy has learnt to write what cannot be graded."
-    )
-
-
-def mismatch_alarm(nats: float, config: Config) -> str:
-    """A sentence on sampler and trainer disagreeing, with the causes that this run can have."""
-    older = {
-        "--async-steps (a lower --lr moves them less)": config.async_steps,
-        "--partial-rollout (--max-staleness bounds their age)": config.partial_rollout,
-    }
-    flags = " and ".join(flag for flag, on in older.items() if on)
-    cause = f"Older weights sample under {flags}, which is the ordinary cause; " if flags else ""
-    return (
-        f"sampler and trainer disagree by {nats:.3f} nats a token; importance weights (--is-mode "
-        f"icepop) bound the harm. {cause}--dtype float32 shows whether precision is the cause."
-    )
-
-
 def warn(step: int, sentence: str) -> None:
-    """A loud line, on rank 0, clear of the progress bar."""
+    """Print a warning on rank 0, above the progress bar."""
     if distributed.rank() == 0:
         tqdm.write(f"WARNING step {step}: {sentence}", file=sys.stderr)
-
-
-def alarms(
-    state: State, config: Config, metrics: dict[str, float], undecided: Sequence[float]
-) -> dict[str, float]:
-    """One loud line for each way a run can be dead while its logs look alive, and 0 or 1 for each
-    as a metric. undecided: rollout/undecided_share of the steps before.
-    """
-    m = defaultdict(lambda: math.nan, metrics)  # a comparison with NaN raises no alarm
-    found = dict.fromkeys(ALARMS, "")
-    if m["rollout/verdict_no_box"] > 0.5:
-        found["no_box"] = (
-            f"{m['rollout/verdict_no_box']:.0%} of the responses put nothing in \\boxed{{}}, which "
-            "counts as wrong. Ask for it in the prompt (--prompt-suffix), or raise "
-            "--max-response-tokens if they are cut off before."
-        )
-    if state.empty_steps:
-        found["no_signal"] = (
-            f"no group kept of {m['rollout/groups_finished']} sampled, {state.empty_steps} steps "
-            f"in a row: every group was all right ({m['rollout/all_right_share']:.0%}) or all "
-            f"wrong ({m['rollout/all_wrong_share']:.0%}), so nothing was trained. Use problems of "
-            "another difficulty, a larger --group-size or more --max-refills."
-        )
-    found["verifier"] = verifier_alarm(m, config.group_size, undecided)
-    if m["rollout/truncated_share"] == 1:
-        found["truncated"] = (
-            "every response (100%) was cut off; raise --max-response-tokens or check the model's "
-            "stop ids."
-        )
-    stuck = m["critic/v_std"] < 1e-6 or m["critic/head_movement"] == 0
-    if m["critic/updates"] > 1 and stuck:
-        found["dead_critic"] = (
-            f"the critic is dead: V spreads by {m['critic/v_std']:.1e} around "
-            f"{m['critic/v_mean']:.4f} after {m['critic/updates']} updates, and this step moved "
-            f"its head by {m['critic/head_movement']:.1e}. Check --critic-lr ({config.critic_lr})."
-        )
-    if m["policy/mismatch_abs"] > 0.05:
-        found["mismatch"] = mismatch_alarm(m["policy/mismatch_abs"], config)
-    of_start = m["policy/entropy"] / (state.start_entropy or math.nan)
-    if of_start < 0.05:
-        found["entropy"] = (
-            f"the entropy fell to {m['policy/entropy']:.4f} nats a token, {of_start:.1%} of its "
-            "start: responses stop to differ. Go back to an earlier checkpoint with a lower --lr, "
-            "a larger --clip-high or an --entropy-coef."
-        )
-    for sentence in filter(None, found.values()):
-        warn(state.step, sentence)
-    return {f"alarm/{name}": float(bool(sentence)) for name, sentence in found.items()}
 
 
 def summary(step: int, steps: int, m: dict[str, float]) -> str:
@@ -468,7 +388,7 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 
 
 def report(folder: Path, step: int, steps: int) -> None:
-    """What came of the run, and where everything is."""
+    """The last lines of a run: its accuracy and where everything is."""
     accuracies = history(folder / "metrics.jsonl", "eval/accuracy")
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
@@ -478,8 +398,8 @@ def report(folder: Path, step: int, steps: int) -> None:
 
 
 def draw_figures(folder: Path) -> None:
-    """Figures by diagnose.py in a process of its own: a missing matplotlib costs a line, not the
-    run.
+    """Have diagnose.py draw figures in a process of its own: if matplotlib is missing, that costs a
+    line, not the run.
     """
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -1,5 +1,6 @@
-"""The optimizers of a model: made, stepped, and with --offload kept on the host while they or their
-model have nothing to do. On a CPU every such move is to where it is already.
+"""The optimizers of a model, and --offload, which keeps on the host what is not in use.
+
+On a CPU the host is the device, so every such move is a no-op there.
 """
 
 import math
@@ -12,41 +13,54 @@ from torch import nn
 import distributed
 from config import Config
 
-HOST = torch.device("cpu")  # where --offload keeps what is not at work
-Optimizers = Sequence[torch.optim.Optimizer]  # that share the parameters of one model
+HOST = torch.device("cpu")
+Optimizers = Sequence[torch.optim.Optimizer]  # of one model, whose parameters they share out
 
 
 def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
-    """AdamW with float32 state; norms, biases and the value head keep away from weight decay.
+    """AdamW with float32 state; norms, biases and the value head are not decayed.
 
-    With --optimizer muon, Muon takes the matrices of the layers and AdamW keeps the rest, embedding
-    and heads among it. Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as
-    large as AdamW's (Moonlight, 2502.16982) and one --lr serves both. torch orthogonalises in
-    bfloat16: a change of 1e-7 in a gradient, as another order of sums makes, changes up to a
-    percent of a step (with float32 2e-5), so Muon is not free of micro-batches and ranks.
+    With --optimizer muon, Muon takes the matrices of the layers and AdamW the rest (embedding and
+    heads). Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as large as
+    AdamW's (Moonlight, 2502.16982) and one --lr serves both. torch orthogonalises in bfloat16: a
+    change of 1e-7 in a gradient, as another order of summation makes, changes up to a percent of a
+    step (2e-5 in float32), so Muon's steps depend on micro-batches and ranks.
     """
     named = list(model.named_parameters())
-    is_muon = lambda name, p: config.optimizer == "muon" and ".layers." in name and p.ndim == 2
-    decayed = lambda name, p: p.ndim > 1 and "value_head" not in name
-    rest = [(n, p) for n, p in named if not is_muon(n, p)]
-    groups = [
-        {"params": [p for n, p in rest if decayed(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in rest if not decayed(n, p)], "weight_decay": 0.0},
-    ]
-    betas = config.adam_beta1, config.adam_beta2
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.adam_eps)
+    matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
     if config.optimizer == "adamw":
+        matrices = []
+    muons = {id(p) for p in matrices}
+    rest = [(name, p) for name, p in named if id(p) not in muons]
+    decayed = [p for name, p in rest if p.ndim > 1 and "value_head" not in name]
+    plain = [p for name, p in rest if p.ndim <= 1 or "value_head" in name]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ],
+        lr=lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=1e-8,
+    )
+    if not matrices:
         return [adamw]
-    matrices = [p for n, p in named if is_muon(n, p)]
-    scaling = {"adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(matrices, lr, weight_decay=config.weight_decay, **scaling), adamw]
+    muon = torch.optim.Muon(
+        matrices, lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw]
 
 
 def optimizer_step(model: nn.Module, optimizers: Optimizers, lr: float, config: Config) -> float:
-    """Clip, step, clear; returns the gradient norm before clipping."""
-    norm = distributed.grad_norm(model, config.max_grad_norm)
+    """Clip, step, clear; returns the gradient norm before clipping.
+
+    Raises FloatingPointError if that norm is not finite, with weights and gradients as they were.
+    """
+    total_norm = distributed.grad_norm(model)
+    norm = float(distributed.full(total_norm))
     if not math.isfinite(norm):
         raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
+    nn.utils.clip_grads_with_norm_(model.parameters(), config.max_grad_norm, total_norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -63,13 +77,13 @@ def optimizer_step(model: nn.Module, optimizers: Optimizers, lr: float, config: 
 
 
 def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move AdamW's two moments, or Muon's one; a step count, a scalar, always stays on the host."""
+    """Move AdamW's two moments, or Muon's one; the step count, a scalar, stays on the host."""
     for state in optimizer.state.values():
         state |= {name: x.to(device) for name, x in state.items() if x.ndim}
 
 
-def leave(model: nn.Module, optimizers: Optimizers, config: Config) -> None:
-    """Put on the host what --offload keeps there while the model does nothing."""
+def offload(model: nn.Module, optimizers: Optimizers, config: Config) -> None:
+    """Move to the host what --offload keeps there while the model is not in use."""
     if config.offload != "none":
         for optimizer in optimizers:
             move_moments(optimizer, HOST)
@@ -78,14 +92,14 @@ def leave(model: nn.Module, optimizers: Optimizers, config: Config) -> None:
 
 
 @contextmanager
-def at_work(
+def on_device(
     model: nn.Module,
     optimizers: Optimizers,
     device: torch.device,
     config: Config,
     moments: bool = False,
 ) -> Iterator[None]:
-    """The model's weights, and on demand its optimizers' moments, on the device within."""
+    """Within, the model's weights, and if asked its optimizers' moments, are on the device."""
     if config.offload == "idle":
         model.to(device)
     if config.offload != "none" and moments:
@@ -94,4 +108,4 @@ def at_work(
     try:
         yield
     finally:
-        leave(model, optimizers, config)
+        offload(model, optimizers, config)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from algorithms import ALGORITHMS
 from config import Config
 from model import Layer, Transformer, head_size, load_config
+from sampler.engine import PREFILL_CHUNK_TOKENS
 
 GB = 1e9  # as in "80 GB"; torch's own report for such a card is 85 of these
 FLOAT = 4  # bytes of a float32 number
@@ -182,7 +183,7 @@ def cache_bytes(model: PretrainedConfig, config: Config, e: int, free: float) ->
 def rollout_parts(model: PretrainedConfig, config: Config, e: int) -> Parts:
     """One forward over pieces of prompts, the logits of one decoding step."""
     hidden, inner = model.hidden_size, model.intermediate_size
-    prefill = min(config.prefill_chunk_tokens, config.slots * longest(config))
+    prefill = min(PREFILL_CHUNK_TOKENS, config.slots * longest(config))
     return {
         # Without a gradient a layer holds three rows of each width at most.
         "layer at work": prefill * 3 * e * (hidden + inner),

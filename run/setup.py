@@ -1,13 +1,13 @@
-"""The start of a run: all that can be wrong is checked, its directory opened and locked, models,
-optimizers and sampler built or taken from a checkpoint.
+"""The start of a run: check all that can be wrong, open and lock its directory, and build models,
+optimizers and sampler, or load them from a checkpoint.
 """
 
 import errno
 import fcntl
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-import algorithms
 import distributed
+from algorithms import ALGORITHMS
 from config import ROOT, Config, ConfigError
 from data import DataOrder, Problem
 from distributed import print0
@@ -27,23 +27,8 @@ from problems import load_problems, load_tokenizer, stop_ids, think_mode, vocabu
 from rewards import ANSWERS, Verifier
 from rollout import Sampler
 from run import checkpoint, metrics, plan
-from run.checkpoint import State
-from run.optimizer import leave, make_optimizers
-
-
-@dataclass
-class Run:
-    """What stays the same during a run."""
-
-    config: Config
-    row: algorithms.Algorithm
-    device: torch.device
-    folder: Path
-    problems: list[Problem]
-    eval_problems: list[Problem]
-    grader: Verifier
-    report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
-    lock: IO | None  # held as long as the run
+from run.optimizer import make_optimizers, offload
+from run.state import Run, State
 
 
 def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
@@ -51,18 +36,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     and optimizers.
     """
     folder = run_directory(config)
-    start = local_folder(config.model)
-    shape, tokenizer = load_config(start), load_tokenizer(start)
-    read = lambda path: load_problems(
-        path,
-        tokenizer,
-        config.max_prompt_tokens,
-        config.prompt_key,
-        config.label_key,
-        config.prompt_suffix,
-    )
-    problems, dropped = read(config.data)
-    eval_problems, eval_dropped = read(config.eval_data) if config.eval_data else ([], 0)
+    model_folder = local_folder(config.model)
+    shape, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
+    problems, dropped = read_problems(config.data, tokenizer, config)
+    eval_problems, eval_dropped = read_problems(config.eval_data, tokenizer, config)
     if dropped + eval_dropped:
         print0(
             f"dropped {dropped} training and {eval_dropped} held-out prompts above "
@@ -78,16 +55,33 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
     if concern := plan.concern(shape, config, device, ranks, distributed.ranks_here()):
         print0(f"WARNING: {concern}", file=sys.stderr)
+    # From here on the disk is written to; all that could be refused has been.
     open_run_directory(folder)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
-    state = begin(config, device, start, tokenizer, problems, saved)
+    state = build_state(config, device, model_folder, tokenizer, problems, saved)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
     report = metrics.open_reporter(folder, config, state.step)
     if state.step < config.steps:  # else no step will use what the flags change
         write_config(folder, config)
-    row = algorithms.ALGORITHMS[config.algorithm]
+    row = ALGORITHMS[config.algorithm]
     return Run(config, row, device, folder, problems, eval_problems, grader, report, lock), state
+
+
+def read_problems(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: Config
+) -> tuple[list[Problem], int]:
+    """(problems, number dropped as too long) of --data or --eval-data; none for an empty path."""
+    if not path:
+        return [], 0
+    return load_problems(
+        path,
+        tokenizer,
+        config.max_prompt_tokens,
+        config.prompt_key,
+        config.label_key,
+        config.prompt_suffix,
+    )
 
 
 # ---- the directory
@@ -124,8 +118,8 @@ def open_run_directory(folder: Path) -> None:
 
 
 def lock_directory(folder: Path) -> IO | None:
-    """Keep other processes out of the run directory while the returned file is open: what a killed
-    launcher left behind may still be writing there.
+    """Keep other processes out of the run directory while the returned file is open: the ranks of a
+    launcher that was killed may still be writing there.
     """
     if distributed.rank() > 0:
         return None
@@ -137,13 +131,16 @@ def lock_directory(folder: Path) -> IO | None:
             raise ConfigError(
                 f"--output-dir {folder} is in use by another process; end it first."
             ) from error
-        print0(f"{folder} cannot be locked ({error}): start no second run there.", file=sys.stderr)
+        print0(
+            f"{folder} cannot be locked ({error}): do not start a second run there.",
+            file=sys.stderr,
+        )
     return lock
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Make the directory a run: the last act of the set-up, so that a failed start leaves none
-    behind. Renamed into place, so that a kill leaves the old file or the new one.
+    """Make the directory a run. The last act of the set-up, so that a failed start leaves no run;
+    renamed into place, so that a kill leaves the old file or the new one.
     """
     if distributed.rank() == 0:
         scratch = folder / "tmp_config.json"
@@ -154,72 +151,89 @@ def write_config(folder: Path, config: Config) -> None:
 # ---- models, optimizers, sampler
 
 
-def begin(
+def build_state(
     config: Config,
     device: torch.device,
-    start: Path,
+    model_folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     saved: Path | None,
 ) -> State:
-    """Models, optimizers, sampler and position of a run, from the model directory `start` or the
+    """Models, optimizers, sampler and position of a run, from the start model or from the
     checkpoint `saved`.
     """
     compute_dtype = getattr(torch, config.dtype)
     policy = Transformer.from_pretrained(
-        saved / "policy" if saved else start, torch.float32, compute_dtype
+        saved / "policy" if saved else model_folder, torch.float32, compute_dtype
     )
+    set_head(policy, config, tokenizer)
     limit_threads(policy, device)
     policy = prepare(policy, device, config)
-    frozen = lambda: Transformer.from_pretrained(start, compute_dtype).requires_grad_(False)
-    whole = frozen().to(device)
-    reference = spare_memory(frozen().to(device), config) if config.kl_coef else None
-    for model in (policy, whole, reference):
-        if model is not None:
-            model.set_head_dtype(getattr(torch, config.head_dtype))
-            model.restrict_vocabulary(vocabulary_size(tokenizer))
-    sampler = Sampler(
-        whole,
-        stop_ids(start, tokenizer),
-        config.slots,
-        tokenizer,
-        kv_cache_tokens=cache_bound(whole.config, config, device),
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
-        cuda_graphs=config.cuda_graphs,
-    )
+    # The sampler's copy gets the policy's weights below, and again after every update.
+    copy = frozen_policy(model_folder, device, config, tokenizer)
+    reference = None
+    if config.kl_coef:
+        reference = save_memory(frozen_policy(model_folder, device, config, tokenizer), config)
     state = State(
-        policy,
-        make_optimizers(policy, config.lr, config),
-        sampler,
-        DataOrder(
+        policy=policy,
+        optimizers=make_optimizers(policy, config.lr, config),
+        sampler=Sampler(
+            copy,
+            stop_ids(model_folder, tokenizer),
+            config.slots,
+            tokenizer,
+            kv_cache_tokens=cache_bound(copy.config, config, device),
+            cuda_graphs=config.cuda_graphs,
+        ),
+        order=DataOrder(
             len(problems),
             config.seed,
             config.max_pass_rate,
-            config.failure_weighted,
             [p.digest for p in problems],
         ),
         reference=reference,
     )
-    if algorithms.ALGORITHMS[config.algorithm].critic:
-        from critic import Critic
-
-        if saved:
-            critic = Critic.from_pretrained(saved / "critic", compute_dtype)
-        else:
-            critic = Critic.from_policy(start, config.critic_value_bias_init, compute_dtype)
-        state.critic = prepare(critic, device, config)
+    if ALGORITHMS[config.algorithm].critic:
+        state.critic = prepare(load_critic(model_folder, saved, config), device, config)
         state.critic_optimizers = make_optimizers(state.critic, config.critic_lr, config)
+    # After the optimizers were made: their hyper-parameters are those of the flags, not the saved.
     if saved:
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
-    distributed.copy_weights(state.policy, whole)
+    distributed.copy_weights(state.policy, copy)
     for model, optimizers in state.trained:
-        leave(model, optimizers, config)
+        offload(model, optimizers, config)
     return state
 
 
+def frozen_policy(
+    folder: Path, device: torch.device, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> Transformer:
+    """A whole copy of the policy in the compute dtype, without gradients."""
+    model = Transformer.from_pretrained(folder, getattr(torch, config.dtype)).requires_grad_(False)
+    model.to(device)
+    set_head(model, config, tokenizer)
+    return model
+
+
+def set_head(model: Transformer, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give trainer, sampler and reference the same head: its dtype, and the ids it may draw."""
+    model.set_head_dtype(getattr(torch, config.head_dtype))
+    model.restrict_vocabulary(vocabulary_size(tokenizer))
+
+
+def load_critic(model_folder: Path, saved: Path | None, config: Config) -> nn.Module:
+    """The critic of a checkpoint, or a new one with the backbone of the start model."""
+    from critic import Critic  # here, because GRPO works without critic.py
+
+    compute_dtype = getattr(torch, config.dtype)
+    if saved:
+        return Critic.from_pretrained(saved / "critic", compute_dtype)
+    return Critic.from_policy(model_folder, config.critic_value_bias_init, compute_dtype)
+
+
 def cache_bound(shape: PretrainedConfig, config: Config, device: torch.device) -> int:
-    """--kv-cache-tokens; where that is left to the sampler and an update runs beside it on the same
-    GPU, what the plan leaves for it. 0: what is free when sampling starts.
+    """--kv-cache-tokens, or 0 for what is free when sampling starts. With --async-steps on a GPU an
+    update runs at the same time, so there it is what the plan leaves for the cache.
     """
     if config.kv_cache_tokens or not config.async_steps or device.type == "cpu":
         return config.kv_cache_tokens
@@ -228,12 +242,12 @@ def cache_bound(shape: PretrainedConfig, config: Config, device: torch.device) -
 
 def prepare(model: nn.Module, device: torch.device, config: Config) -> nn.Module:
     """Move to the device, shard over ranks, switch on recomputation."""
-    spare_memory(model.to(device), config)
+    save_memory(model.to(device), config)
     distributed.shard(model, model.model.layers, getattr(torch, config.dtype))
     return model
 
 
-def spare_memory(model: nn.Module, config: Config) -> nn.Module:
+def save_memory(model: nn.Module, config: Config) -> nn.Module:
     """Switch on what keeps the activations of long sequences small."""
     model.model.gradient_checkpointing = config.activation_checkpointing
     for layer in model.model.layers:

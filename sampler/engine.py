@@ -23,6 +23,9 @@ from sampler.kvcache import KVCache, View, paged_kernel
 from sampler.sampling import Truncation, draw, response_key, uniforms
 from sampler.scheduler import Batch, Job
 
+# Most prompt tokens in one forward; changes memory, never the result. The memory plan counts on it.
+PREFILL_CHUNK_TOKENS = 8192
+
 
 class Sampler:
     """Continuous batching on `slots` rows. `model` is whole on this rank: decoding does no
@@ -41,7 +44,7 @@ class Sampler:
         tokenizer: Any = None,
         *,
         kv_cache_tokens: int = 0,
-        prefill_chunk_tokens: int = 8192,
+        prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
         page: int | None = None,
         cuda_graphs: bool = False,
     ):

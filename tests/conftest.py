@@ -1,6 +1,4 @@
-"""Shared by all tests: the repository root on the path, one thread, a random tiny model with a
-tokenizer.
-"""
+"""For every test: the root on the path, one thread, and the fixtures of several files."""
 
 import sys
 from pathlib import Path
@@ -8,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import helpers  # noqa: E402 (it imports from the root)
+
 torch.set_num_threads(1)
 
 
@@ -21,7 +21,7 @@ def random_tiny_model(tmp_path_factory):
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("random-tiny")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny-base")
+    tokenizer = AutoTokenizer.from_pretrained(helpers.ROOT / "assets" / "tiny-base")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -41,3 +41,24 @@ def random_tiny_model(tmp_path_factory):
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def mixed_rewards(monkeypatch):
+    """Runs whose groups have a signal, though the model is untrained."""
+    helpers.grade_by_hash(monkeypatch)
+
+
+@pytest.fixture
+def no_figures(monkeypatch, request):
+    """Runs that draw no figures, except in tests marked `figures`."""
+    if "figures" not in request.keywords:
+        helpers.draw_no_figures(monkeypatch)
+
+
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untimed", "timed"]
+)
+def timed(request):
+    """Whether to assert on seconds: only among the slow tests, since a busy machine is late."""
+    return request.param

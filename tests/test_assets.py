@@ -6,15 +6,15 @@ import re
 import runpy
 import string
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verify import verify
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = ROOT / "assets"
 BASE = ASSETS / "tiny-base"
 
 
@@ -172,9 +172,15 @@ def long_script():
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_long_problems_are_those_of_the_script(long_script, split):
-    text = long_script["to_jsonl"](long_script["make_problems"]()[split])
+def test_long_problems_are_those_of_the_script(script, long_script, split):
+    text = script["to_jsonl"](long_script["make_problems"]()[split])
     assert (ASSETS / f"long-{split}.jsonl").read_bytes() == text.encode()
+
+
+def test_committed_long_tokenizer_is_the_one_the_script_makes(long_script, tmp_path):
+    long_script["make_tokenizer"]().save_pretrained(tmp_path)
+    committed = ASSETS / "tiny-long-base/tokenizer.json"
+    assert (tmp_path / "tokenizer.json").read_bytes() == committed.read_bytes()
 
 
 def test_long_labels_follow_the_table_of_the_script(long_script):
@@ -257,8 +263,8 @@ def test_labels_of_sums_count_up_from_the_first_number(sums):
 
 
 def test_no_sum_is_in_both_splits_in_either_order_nor_in_the_example(sums):
-    asked = lambda p: tuple(sorted(p["prompt"][-1]["content"].split(" + ")))
-    pairs = [asked(p) for p in sums["train"] + sums["eval"]]
+    asked = [p["prompt"][-1]["content"] for p in sums["train"] + sums["eval"]]
+    pairs = [tuple(sorted(question.split(" + "))) for question in asked]
     assert len(set(pairs)) == len(pairs) == 208
     examples = {tuple(p["prompt"][1]["content"].split(" + ")) for p in sums["train"]}
     assert len(examples) == 1 and examples.isdisjoint(pairs)

@@ -10,7 +10,10 @@ import math
 import pytest
 import torch
 
-from critic import (
+from data import Problem, Rollout, length_mask, to_batch
+from losses import gae, grpo_advantages, justrl2_advantages, terminal_reward
+from run import metrics
+from run.audit import (
     at_fractions,
     audit,
     average_ranks,
@@ -20,9 +23,6 @@ from critic import (
     explained_variance_split,
     within_group_auc,
 )
-from data import Problem, Rollout, length_mask, to_batch
-from losses import gae, grpo_advantages, justrl2_advantages, terminal_reward
-from run import metrics
 
 GROUPS, SIZE, STEPS = 60, 8, 10
 

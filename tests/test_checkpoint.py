@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import HashGrader, metrics, run, same, weights
+from helpers import read_metrics as metrics
+from helpers import same, weights
+from helpers import train_run as run
 
 import train
 from data import DataOrder
@@ -18,14 +20,12 @@ from model import Transformer
 from problems import load_problems, load_tokenizer
 from run import checkpoint
 from run import metrics as run_metrics
+from run.state import State
 
 FLAGS = "--num-critic-only-steps 1 --save-every 1 --keep-checkpoints 0".split()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_rollouts_in_hand_are_not_attached_to_other_problems(
     copy = shutil.copytree(tmp_path / "r", tmp_path / "copy")
     problems, _ = load_problems(str(data), load_tokenizer(random_tiny_model), 256)
     order = DataOrder(len(rows), 0, digests=[p.digest for p in problems])
-    state = checkpoint.State(None, [], SimpleNamespace(), order)
+    state = State(None, [], SimpleNamespace(), order)
     checkpoint.set_position(state, saved, problems)
     words = "1 of its 64 problems are not what they were"
     assert words in capsys.readouterr().err
@@ -224,7 +224,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_beginning(
 
 def test_a_checkpoint_that_one_rank_sees_is_there_for_all(three, monkeypatch):
     """Or one rank would leave while the others wait in the gathering of weights."""
-    state = SimpleNamespace(step=4)  # nothing in it to save
+    nothing = SimpleNamespace(step=4)
+    run = SimpleNamespace(folder=three, config=train.Config())
     monkeypatch.setattr(checkpoint.distributed, "any_rank", lambda flag: True)
-    checkpoint.save(three, state, 0)
+    checkpoint.save(run, nothing)
     assert not (three / "checkpoints/step_000004").exists()

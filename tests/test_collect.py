@@ -10,7 +10,7 @@ from collections import Counter
 from concurrent.futures import Future
 
 import pytest
-from test_rollout import LengthGrader, WordTokenizer, collect_config, tokens
+from helpers import LengthGrader, WordTokenizer, collect_config, tokens
 from transformers import LlamaConfig
 
 import rollout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import compare
-from experiments.compare import Job
+from experiments.compare import PARTS, Arm, Job, jobs_of
 
 
 def write_run(root, job, accuracies, steps=4, groups=10, length=50.0):
@@ -25,7 +25,7 @@ def write_run(root, job, accuracies, steps=4, groups=10, length=50.0):
 
 
 def job(label, seed=0, rate="1e-3", variant="clean"):
-    return Job(label, variant, rate, seed, "")
+    return Job(Arm(label, {}), variant, rate, seed)
 
 
 def test_tokens_of_kept_and_dropped_responses_count(tmp_path):
@@ -80,12 +80,13 @@ def test_wrong_labels_are_a_fixed_share_and_never_the_right_one(tmp_path):
 
 
 def test_the_best_rate_is_that_of_the_whole_curve(tmp_path):
-    for j in compare.grid_jobs(tmp_path):
+    for j in jobs_of(PARTS["grid"], tmp_path):
         early = j.rate == "6e-4"
         write_run(tmp_path, j, [0, 0.5, 0.6, 0.7, 0.7] if early else [0, 0, 0, 0, 0.9])
     assert set(compare.best_rates(tmp_path).values()) == {"6e-4"}
-    labels = {j.label for j in compare.main_jobs(tmp_path)}
-    assert labels == set(compare.ALGORITHMS) and len(compare.main_jobs(tmp_path)) == 4 * 5 * 2
+    jobs = jobs_of(PARTS["main"], tmp_path)
+    assert len(jobs) == 4 * 5 * 2 == len({j.folder(tmp_path) for j in jobs})
+    assert {j.rate for j in jobs} == {"6e-4"}
 
 
 def test_complete_runs_are_skipped_and_others_resumed(tmp_path, monkeypatch):
@@ -117,13 +118,23 @@ def test_a_run_that_gave_up_for_want_of_a_signal_is_complete(tmp_path):
 
 
 def test_every_variation_has_the_rate_of_what_it_varies(tmp_path, monkeypatch):
-    rates = {name: str(i) for i, name in enumerate(compare.TUNED)}
-    monkeypatch.setattr(compare, "best_rates", lambda root: rates)
-    jobs = compare.few_jobs(tmp_path, compare.LONGER | compare.ABLATIONS | compare.CONTROLS)
-    for j in jobs:
-        assert compare.TUNED[next(n for n, r in rates.items() if r == j.rate)] in j.flags or (
-            j.label.startswith("JustRL II, group centred")
-        )
+    tuned = {arm.label: arm.flags["algorithm"] for arm in compare.GRID}
+    monkeypatch.setattr(compare, "best_rates", lambda root: {label: label for label in tuned})
+    for part in ("longer", "ablations", "controls", "muon"):
+        for j in jobs_of(PARTS[part], tmp_path):
+            assert j.arm.label.startswith(j.rate)
+            assert tuned[j.rate] == j.arm.flags["algorithm"].removesuffix("_group")
+
+
+def test_a_variation_replaces_a_flag_and_an_oracle_is_another_program(tmp_path):
+    job = Job(compare.NO_WARM_UP, "noisy", "1e-3", 7)
+    command = job.command(tmp_path)
+    assert command[0] == "train.py" and command.count("--num-critic-only-steps") == 1
+    assert command[command.index("--num-critic-only-steps") + 1] == "0"
+    assert command[command.index("--data") + 1] == str(tmp_path / "noisy.jsonl")
+    assert job.folder(tmp_path).name == "noisy_JustRL-II--no-warm-up_lr1e-3_seed7"
+    assert job._replace(arm=compare.ORACLE).command(tmp_path)[1] == "experiments.long_oracle"
+    assert "--no-whiten-advantages" in compare.run_flags(dict(whiten_advantages=False))
 
 
 def test_a_run_that_fails_names_its_log(tmp_path, monkeypatch):
@@ -136,10 +147,12 @@ def test_every_combination_of_flags_is_a_configuration(tmp_path, monkeypatch):
     from algorithms import ALGORITHMS
     from config import parse
 
-    monkeypatch.setattr(compare, "best_rates", lambda root: dict.fromkeys(compare.TUNED, "6e-4"))
-    for find, _ in compare.PARTS.values():
-        for j in find(tmp_path):
-            parse([*compare.COMMON, *j.flags.split()]).resolved(ALGORITHMS)
+    rates = {arm.label: "6e-4" for arm in compare.GRID}
+    monkeypatch.setattr(compare, "best_rates", lambda root: rates)
+    for part in PARTS.values():
+        for j in jobs_of(part._replace(seeds=[0]), tmp_path):
+            command = j.command(tmp_path)
+            parse(command[command.index("--output-dir") :]).resolved(ALGORITHMS)
 
 
 def test_without_a_real_model_one_sentence_says_how_to_get_it(tmp_path, monkeypatch, capsys):
@@ -154,7 +167,7 @@ def test_without_a_real_model_one_sentence_says_how_to_get_it(tmp_path, monkeypa
 def test_all_leaves_the_real_model_out(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["compare.py", "all", "--output-dir", str(tmp_path)])
     reported = []
-    monkeypatch.setattr(compare, "PARTS", {part: (lambda root: [], None) for part in compare.PARTS})
+    monkeypatch.setattr(compare, "PARTS", dict.fromkeys(PARTS, compare.Part([], [], None)))
     monkeypatch.setattr(
         compare, "report", lambda jobs, root, name, reference: reported.append(name)
     )
@@ -188,7 +201,7 @@ def test_bad_input_is_one_sentence(flags, words, monkeypatch, capsys):
 
 def test_the_report_leaves_out_what_it_cannot_know_and_goes_on(tmp_path, monkeypatch, capsys):
     """It stopped unless all runs of the grid were complete."""
-    write_run(tmp_path, compare.grid_jobs(tmp_path)[0], [0.1] * 5)
+    write_run(tmp_path, jobs_of(PARTS["grid"], tmp_path)[0], [0.1] * 5)
     monkeypatch.setattr("sys.argv", ["compare.py", "report", "--output-dir", str(tmp_path)])
     compare.main()
     out = capsys.readouterr().out

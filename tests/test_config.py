@@ -4,16 +4,14 @@ import json
 import math
 import re
 from dataclasses import asdict, fields
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 import curate
 import eval
 from algorithms import ALGORITHMS
-from config import CHOICES, Config, ConfigError, contains, parse
-
-ROOT = Path(__file__).parent.parent
+from config import CHOICES, REMOVED, Config, ConfigError, contains, parse, parse_options
 
 
 def test_kebab_and_snake_flags_and_negated_booleans():
@@ -79,12 +77,10 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(clip_low=-3.0), ["--clip-low", "-3"]),
         (dict(dual_clip=0.5), ["--dual-clip", "above 1"]),
         (dict(overlong_injection_alpha=0.0), ["--overlong-injection-alpha", "above 0"]),
-        (dict(algorithm="grpo", std_ddof=2), ["--std-ddof"]),
         (dict(kv_cache_tokens=383), ["--kv-cache-tokens", "383", "384"]),
         (dict(max_staleness=1), ["--max-staleness", "--partial-rollout"]),
         (dict(partial_mask_old=True), ["--partial-mask-old", "--partial-rollout"]),
         (dict(eval_top_p=0.0), ["--eval-top-p", "(0, 1]"]),
-        (dict(eval_min_p=1.5), ["--eval-min-p", "[0, 1]"]),
         (dict(seed=10**30), ["--seed", "4294967295"]),
         (dict(seed=-1), ["--seed", "-1"]),
         (dict(temperature=1e-40), ["--temperature", "[0.01, 100]"]),
@@ -92,11 +88,9 @@ def test_the_users_value_wins_over_the_rows_default():
         (dict(verifier_timeout_s=1e20), ["--verifier-timeout-s", "86400"]),
         (dict(algorithm="sapo", sapo_tau_pos=0.0), ["--sapo-tau-pos", "above 0"]),
         (dict(algorithm="sapo", sapo_tau_neg=-1.0), ["--sapo-tau-neg", "above 0"]),
-        (dict(adam_eps=-1.0), ["--adam-eps", "above 0"]),
         (dict(entropy_coef=-1.0), ["--entropy-coef", "negative"]),
         (dict(opsm_delta=-4.0), ["--opsm-delta", "negative"]),
         (dict(length_reward_weight=-3.0), ["--length-reward-weight", "negative"]),
-        (dict(length_reward_min_spread=-5), ["--length-reward-min-spread", "negative"]),
         (dict(log_samples=-7), ["--log-samples", "-7"]),
         (dict(max_pass_rate=0.0), ["--max-pass-rate", "(0, 1]"]),
         (dict(clip_low=2.0), ["--clip-low", "2", "ratio"]),
@@ -156,18 +150,14 @@ def test_a_number_that_is_not_finite_is_refused_by_name(name):
         (dict(algorithm="grpo", sapo_tau_pos=3.0), "sapo"),
         (dict(algorithm="grpo", gamma=0.9), "reinforce_pp, ppo"),
         (dict(algorithm="cispo", dual_clip=3.0), "grpo"),
-        (dict(std_ddof=1), "grpo"),
-        (dict(algorithm="dr_grpo", std_ddof=1), "--std-normalize"),
         (dict(algorithm="grpo", value_clip=0.9), "critic"),
         (dict(algorithm="grpo", critic_updates_per_step=2), "critic"),
         (dict(is_mode="none", is_low=0.9), "--is-mode"),
         (dict(algorithm="grpo", is_high=9.0), "--is-mode"),
         (dict(kl_estimator="k1"), "--kl-coef"),
         (dict(cov_fraction=0.1), "--entropy-control"),
-        (dict(cov_kl_coef=0.5), "--entropy-control"),
         (dict(overlong_penalty_factor=2.0), "--overlong-buffer-tokens"),
         (dict(overlong_injection_alpha=0.1), "--overlong-buffer-tokens"),
-        (dict(length_reward_min_longest=5), "--length-reward-weight"),
     ],
 )
 def test_a_knob_that_would_do_nothing_is_refused(given, needs):
@@ -218,7 +208,7 @@ def test_a_recipe_edited_before_a_resume_is_said_to_be_ignored(tmp_path, capsys)
     recipe.write_text("algorithm: ppo\nlr: 2e-6\nseed: 5\ncritic_lr: 1.0\n")
     assert parse([*resume, "--critic-lr", "3"]).lr == 1e-6
     (line,) = capsys.readouterr().err.splitlines()
-    assert "seed 0, not 5; lr 1e-06, not 2e-06 of" in line and "critic_lr" not in line
+    assert "lr 1e-06, not 2e-06; seed 0, not 5 of" in line and "critic_lr" not in line
 
 
 def test_a_recipe_does_not_set_what_the_run_to_resume_left_unset(tmp_path, capsys):
@@ -230,6 +220,38 @@ def test_a_recipe_does_not_set_what_the_run_to_resume_left_unset(tmp_path, capsy
     assert parse(resume).dual_clip is None
     assert "keeps dual_clip None, not 3.0" in capsys.readouterr().err
     assert parse([*resume, "--dual-clip", "4"]).dual_clip == 4
+
+
+def test_a_run_of_an_earlier_version_resumes_if_its_removed_fields_had_their_defaults(tmp_path):
+    old = asdict(Config(algorithm="grpo", lr=1e-6).resolved(ALGORITHMS)) | REMOVED
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    config = parse(["--resume", "--output-dir", str(tmp_path)])
+    assert config.lr == 1e-6 and not vars(config).keys() & REMOVED.keys()
+
+
+OTHER_VALUES = {
+    "failure_weighted": True,
+    "length_reward_min_spread": 1,
+    "length_reward_min_longest": 1,
+    "prefill_chunk_tokens": 512,
+    "adam_eps": 1e-6,
+    "eval_top_k": 9,
+    "eval_min_p": 0.1,
+    "cov_kl_coef": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_run_or_recipe_with_a_removed_field_is_refused_in_one_sentence(name, tmp_path):
+    """Else the run would go on with another objective, or end in a traceback."""
+    old = asdict(Config(algorithm="grpo").resolved(ALGORITHMS)) | REMOVED
+    (tmp_path / "config.json").write_text(json.dumps(old | {name: OTHER_VALUES[name]}))
+    with pytest.raises(ConfigError, match=f"config.json has {name} .*; continue with the version"):
+        parse(["--resume", "--output-dir", str(tmp_path)])
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"{name}: {REMOVED[name]}\n")
+    with pytest.raises(ConfigError, match=f"r.yaml sets {name}, .*; remove that line"):
+        parse(["--config", str(recipe)])
 
 
 def test_critic_mode_accepts_group_size_one():
@@ -280,7 +302,7 @@ def test_the_paper_recipe_holds_the_papers_values():
 def test_only_evaluation_can_truncate_the_distribution():
     # The trainer scores the whole softmax: a truncated draw would be of another policy.
     names = {name for name in vars(Config()) if name.endswith(("top_p", "top_k", "min_p"))}
-    assert names == {"eval_top_p", "eval_top_k", "eval_min_p"}
+    assert names == {"eval_top_p"}
     with pytest.raises(ConfigError, match="--top-p"):
         parse(["--top-p", "0.9"])
 
@@ -310,3 +332,22 @@ def test_help_has_every_flag_once_under_a_heading_and_no_path_of_this_machine(ca
     headings = re.findall(r"^(\w.*):$", out, re.M)
     assert {"Machine", "Rollout", "Reward", "Optimisation", "Critic"} < set(headings)
     assert str(ROOT) not in out and "(default: None)" not in out and len(out.splitlines()) < 280
+
+
+def test_help_leads_with_the_thirty_flags_of_a_first_run(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    first, _, _ = capsys.readouterr().out.partition("Data and files:")
+    shown = re.findall(r"^  --(\S+)", first, re.M)
+    assert len(shown) == 30
+    assert {"config", "model", "data", "algorithm", "steps", "lr", "nproc", "resume"} < set(shown)
+
+
+@pytest.mark.parametrize("options", [eval.Options, curate.CurateConfig])
+def test_the_help_of_the_other_commands_has_every_flag_under_a_heading(options, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(options, "About.", ["--help"])
+    general, _, rest = capsys.readouterr().out.partition(" to ")
+    assert re.findall(r"^  (-\S+)", general, re.M) == ["-h,"]
+    for f in fields(options):
+        assert len(re.findall(f"^  --{f.name.replace('_', '-')} ", rest, re.M)) == 1, f.name

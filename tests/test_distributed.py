@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import ROOT
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import distributed
 from model import Transformer
 
-ROOT = Path(__file__).parent.parent
 FLAGS = "--prompts-per-step 5 --group-size 3 --max-response-tokens 40 --reward random "
 FLAGS += (
     "--steps 2 --num-critic-only-steps 1 --lr 1e-5 --critic-lr 1e-5 --critic-lr-warmup-steps 0 "

@@ -5,10 +5,10 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 import rewards
 import train
@@ -24,7 +24,6 @@ from run.best_of_n import final_values
 from run.forcing import CLOSING
 from run.scores import paired_differences, resamples, score_problem
 
-ROOT = Path(__file__).parent.parent
 TINY = ROOT / "assets/tiny-base"
 SOURCES = "verify", "verifier/latex", "verifier/algebra", "rewards", "verifier/sandbox"
 PROBLEMS = [json.loads(line) for line in open(ROOT / "assets/eval.jsonl")]
@@ -104,8 +103,7 @@ def test_the_settings_and_the_verifiers_version_are_in_the_report_and_above_the_
     assert all(word in table for word in [*words, settings["verifier"]])
 
 
-def test_accuracy_equals_the_one_that_training_logs(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+def test_accuracy_equals_the_one_that_training_logs(tmp_path, no_figures):
     file, budget = write(tmp_path / "a.jsonl", PROBLEMS[:9]), ["--max-response-tokens", "64"]
     flags = "--algorithm grpo --steps 1 --no-dynamic-sampling --prompts-per-step 2 --group-size 2"
     flags += f" --eval-samples 3 --eval-data {file} --output-dir {tmp_path / 'run'}"

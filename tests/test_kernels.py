@@ -10,17 +10,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from helpers import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from kernels import chunked, logprob_entropy, reference
 
-ROOT = Path(__file__).parent.parent
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TARGETS = [("triton", "cpu")] if INTERPRET else [("reference", "cpu"), ("torch", "cpu")]
 if torch.cuda.is_available() and not INTERPRET:

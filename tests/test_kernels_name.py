@@ -3,11 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+from helpers import ROOT
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
-
-ROOT = Path(__file__).parent.parent
 
 LOAD_BOTH = """
 import importlib.metadata, sys

@@ -2,11 +2,11 @@
 
 import random
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import flash_attn_stand_in
 from transformers import LlamaConfig
 
 from model import Transformer, packed_attention
@@ -170,35 +170,6 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
         k, v = (x[pages].flatten(0, 2).double() for x in (keys, values))
         expected = (q[row].double() @ k.T * SIZE**-0.5).softmax(-1) @ v
         torch.testing.assert_close(got[row].double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def flash_attn_stand_in():
-    """The two functions of flash-attn that are used, by their documentation, in float64."""
-
-    def attention(q, k_cache, v_cache, length, pages):
-        share = q.shape[1] // k_cache.shape[2]
-        k, v = (
-            x[pages.long()].flatten(0, 1)[:length].repeat_interleave(share, 1).transpose(0, 1)
-            for x in (k_cache.double(), v_cache.double())
-        )
-        seen = torch.ones(len(q), length, dtype=torch.bool).tril(length - len(q))
-        out = F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=seen)
-        return out.transpose(0, 1).to(q.dtype)
-
-    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
-        assert (
-            causal and q.shape[1] == 1 and cache_seqlens.dtype == block_table.dtype == torch.int32
-        )
-        rows = zip(q, cache_seqlens, block_table, strict=True)
-        return torch.stack([attention(r, k_cache, v_cache, int(n), t) for r, n, t in rows])
-
-    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, block_table):
-        assert causal and cu_q.dtype == cu_k.dtype == torch.int32
-        assert max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
-        parts = zip(q.split(cu_q.diff().tolist()), cu_k.diff(), block_table, strict=True)
-        return torch.cat([attention(r, k, v, int(n), t) for r, n, t in parts])
-
-    return SimpleNamespace(**locals())
 
 
 def varlen_stand_in():

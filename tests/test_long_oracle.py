@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
+from helpers import ROOT
 
-from config import ROOT
 from experiments import long_oracle
 from experiments.make_long_assets import RESULTS
 
 
 @pytest.fixture(scope="module")
 def table():
-    """A policy that gives any digit anywhere, and others where it doubts."""
+    """A policy that gives any digit anywhere, with other chances where it doubts."""
     return torch.rand(45, 2, 5, 5, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
 
 
@@ -39,8 +39,8 @@ def test_values_are_the_sum_over_all_ways_to_go_on(table, doubt):
 
 
 def test_a_value_belongs_to_the_state_before_its_token(table):
-    """It moves behind a digit and nowhere else, is 1 or 0 once the last digit stands, and 0 for
-    good behind a token that is out of place.
+    """It changes after a digit and nowhere else, is 1 or 0 after the last digit, and stays 0 after
+    a token that is out of place.
     """
     tokens = ["<think>", " 7:", "2", "?", " 6:", "4", "?", "</think>", "\\boxed{", "4", "}"]
     v = long_oracle.values_of("1 7: 6:", "4", tokens, table)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mask_of, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,14 +29,6 @@ SETTINGS = [  # every objective with what can be combined with it
     dict(objective="reinforce", entropy_control="clip_cov"),
     dict(objective="clip", entropy_control="kl_cov", kl_coef=0.1),
 ]
-
-
-def mask_of(lengths, width=None):
-    return torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]
-
-
-def rand(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 # --- padding and masks -----------------------------------------------------------------------
@@ -124,9 +117,10 @@ def test_masked_tokens_change_no_bit_of_anything_else(garbage):
         kw = dict(token_rewards=x, raw_token_rewards=y, values=z, mask=mask, group_ids=ids)
         for row in algorithms.ALGORITHMS.values():
             group = ids if row.defaults.get("group_size") != 1 else torch.arange(4)
-            yield from row.advantage(**(kw | dict(group_ids=group)), **row.defaults)
+            config = Config(**row.defaults)
+            yield from row.advantages(config, **(kw | dict(group_ids=group)))
         yield algorithms.distillation_advantages(old_logprobs=x, teacher_logprobs=y, mask=mask)[0]
-        yield losses.inject_terminal(losses.keep(x, mask), amounts, mask, lam)
+        yield losses.inject_terminal(losses.masked(x, mask), amounts, mask, lam)
         yield losses.whiten(x, mask)
         yield losses.whiten(x, mask, shift_mean=False)
         yield algorithms.covariance_mask(x, y, mask, 0.3)
@@ -194,7 +188,7 @@ def test_one_normaliser_for_the_whole_update(splits):
     ]
     assert float(sum(parts).detach()) == pytest.approx(1.3, abs=1e-6)
     (gradient,) = torch.autograd.grad(sum(parts), values)
-    torch.testing.assert_close(gradient, losses.keep(-2 * targets / 20, mask))
+    torch.testing.assert_close(gradient, losses.masked(-2 * targets / 20, mask))
 
 
 @settings(max_examples=30, deadline=None)
@@ -237,7 +231,7 @@ def test_advantages_do_not_depend_on_row_order_or_padding(order, padding, name):
         values = torch.nn.functional.pad(noise, (0, width - 9), value=NAN)[rows]
         rewards = losses.terminal_reward(torch.tensor([1.0, 0, 1, 0, 1, 0])[rows], mask)
         kw = dict(token_rewards=rewards, raw_token_rewards=rewards, values=values, mask=mask)
-        result, _ = row.advantage(**kw, group_ids=ids[rows], **row.defaults)
+        result, _ = row.advantages(Config(**row.defaults), **kw, group_ids=ids[rows])
         return losses.whiten(result, mask)[:, :9]
 
     shuffled = advantages(list(order), 9 + padding)
@@ -475,7 +469,7 @@ def test_overlong_injection_is_the_penalty_as_terminal_reward_under_its_own_lamb
     lengths = [3, 8]
     mask = mask_of(lengths)
     penalty = torch.tensor([-0.5, -1.0])
-    lam = losses.vapo_lambda(torch.tensor(lengths), 0.5)
+    lam = algorithms.vapo_lambda(torch.tensor(lengths), 0.5)
     injected = losses.inject_terminal(torch.zeros(2, 8), penalty, mask, lam)
     for i, n in enumerate(lengths):
         for t in range(n):
@@ -487,7 +481,7 @@ def test_overlong_injection_is_the_penalty_as_terminal_reward_under_its_own_lamb
 # --- speed ---------------------------------------------------------------------------------------
 
 
-def test_length_adaptive_gae_of_the_full_budget_is_fast_and_exact():
+def test_length_adaptive_gae_of_the_full_budget_is_fast_and_exact(timed):
     length = 126_976
     mask = torch.ones(1, length, dtype=torch.bool)
     values = torch.rand(1, length, generator=torch.Generator().manual_seed(0))
@@ -500,7 +494,7 @@ def test_length_adaptive_gae_of_the_full_budget_is_fast_and_exact():
         start = time.perf_counter()
         advantages, _ = losses.gae(rewards, values, mask, lam)
         times.append(time.perf_counter() - start)
-    assert min(times) < 0.05
+    assert min(times) < 0.05 or not timed
     v, decay, running = values[0].double().tolist() + [0.0], 0.5 ** (1 / length), 0.0
     exact = [0.0] * length
     for t in reversed(range(length)):
@@ -521,7 +515,7 @@ def test_bad_input_is_met_with_one_sentence():
         "at least two responses": lambda: losses.grpo_advantages(**alone),
         "raise group_size": lambda: algorithms.rloo_advantages(**alone),
         "gae_lambda_k must be in": lambda: losses.length_adaptive_lambda(counts, 0.0),
-        "gae_lambda_alpha must be positive": lambda: losses.vapo_lambda(counts, 0.0),
+        "gae_lambda_alpha must be positive": lambda: algorithms.vapo_lambda(counts, 0.0),
         "choose token-mean": lambda: losses.aggregation_weights("mean", counts),
         "needs constant": lambda: losses.aggregation_weights("seq-mean-token-sum-norm", counts),
         "needs group_ids": lambda: losses.aggregation_weights("prompt-mean", counts),
@@ -542,6 +536,20 @@ def test_every_row_names_parts_that_exist():
         # A default that is no field of Config would be dropped in silence.
         assert row.defaults.keys() <= fields, (name, row.defaults.keys() - fields)
         assert row.critic == ("values" in inspect.signature(row.advantage).parameters), name
+
+
+def test_a_misspelt_argument_of_a_new_advantage_function_fails_at_once():
+    """`**_` swallowed it, and the function ran on its default for ever."""
+
+    def advantages(*, token_rewards, mask, gae_lamda=0.95):
+        raise NotImplementedError
+
+    with pytest.raises(TypeError, match="advantages names gae_lamda: neither a tensor of a step"):
+        algorithms.row(advantages, "clip", "a row with a misspelt argument")
+    with pytest.raises(TypeError, match="names group_sise"):
+        algorithms.row(losses.grpo_advantages, "clip", "a misspelt default", group_sise=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'std_normalise'"):
+        losses.grpo_advantages(token_rewards=None, mask=None, group_ids=None, std_normalise=False)
 
 
 def test_the_gradient_weights_in_the_documentation():

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mask_of
 
 import algorithms
 import kernels
 import losses
 import rollout
+from config import Config
 
 VECTORS = {
     v["name"]: v
@@ -46,10 +48,6 @@ def pad(rows, dtype=torch.float32, fill=math.nan):
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=dtype)
     return out
-
-
-def mask_of(lengths):
-    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def split(flat, lengths):
@@ -103,7 +101,7 @@ def test_lambda_guards_reject_only_a_k_outside_the_range():
 def test_lambda_alpha_form():
     x, want, tolerance = load("lambda/alpha_equivalence")
     lengths = torch.tensor(x["lengths"])
-    close(losses.vapo_lambda(lengths, x["alpha"]), want["old_form"], {"rtol": 1e-14, "atol": 0})
+    close(algorithms.vapo_lambda(lengths, x["alpha"]), want["old_form"], {"rtol": 1e-14, "atol": 0})
     close(losses.length_adaptive_lambda(lengths, x["k"]), want["new_form"], tolerance)
 
 
@@ -240,7 +238,7 @@ def test_overlong_injection(name):
     lengths = torch.tensor(x["response_lengths"])
     advantages = torch.tensor(x["advantages"])
     mask = torch.arange(advantages.shape[1]) < lengths[:, None]
-    decay = losses.vapo_lambda(lengths, x["alpha"])
+    decay = algorithms.vapo_lambda(lengths, x["alpha"])
     injected = losses.inject_terminal(advantages, torch.tensor(x["penalties"]), mask, decay)
     close(injected, want["advantages"], tolerance)
 
@@ -710,13 +708,13 @@ def test_whole_actor_step(name):
     )
     assert (row.defaults["is_low"], row.defaults["is_high"]) == (x["tis_low"], x["tis_high"])
     assert row.defaults["is_mode"] == "icepop" and row.defaults["whiten_advantages"]
-    advantages, returns = row.advantage(
+    advantages, returns = row.advantages(
+        Config(**row.defaults),
         token_rewards=losses.terminal_reward(raw + penalty, mask),
         raw_token_rewards=losses.terminal_reward(raw, mask),
         values=values,
         mask=mask,
         group_ids=torch.arange(len(lengths)) // x["group_size"],
-        **row.defaults,
     )
     close(ragged(advantages, lengths), flat(want["advantages_raw"]), tolerance)
     close(ragged(returns, lengths), flat(want["critic_returns"]), tolerance)

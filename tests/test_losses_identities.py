@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from helpers import mask_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms
 import losses
+from config import Config
 
 F64 = torch.float64
 OFF_POLICY = {
@@ -26,10 +28,6 @@ OFF_POLICY = {
 
 def rand(*shape, seed=0, dtype=F64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def mask_of(lengths, width=None):
-    return torch.arange(width or max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def grad_of(loss, x):
@@ -75,9 +73,9 @@ def test_lambda_one_gives_return_minus_value(lengths):
     mask = mask_of(lengths)
     rewards, values = rand(*mask.shape, seed=3), rand(*mask.shape, seed=4)
     advantages, returns = losses.gae(rewards, values, mask, 1.0)
-    to_go = losses.keep(rewards, mask).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(returns, losses.keep(to_go, mask), rtol=0, atol=1e-12)
-    torch.testing.assert_close(advantages, losses.keep(to_go - values, mask), rtol=0, atol=1e-12)
+    to_go = losses.masked(rewards, mask).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(returns, losses.masked(to_go, mask), rtol=0, atol=1e-12)
+    torch.testing.assert_close(advantages, losses.masked(to_go - values, mask), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,9 +119,7 @@ def group_case(size, rewards):
     mask = mask_of(lengths)
     ids = torch.arange(2 * size) % 2  # members of a group need not be neighbours
     token_rewards = losses.terminal_reward(torch.tensor(rewards, dtype=F64), mask)
-    return dict(
-        token_rewards=token_rewards, raw_token_rewards=token_rewards, mask=mask, group_ids=ids
-    )
+    return dict(token_rewards=token_rewards, mask=mask, group_ids=ids)
 
 
 @settings(max_examples=40, deadline=None)
@@ -154,7 +150,9 @@ def test_justrl2_with_k_one_and_v_equal_to_the_group_mean_is_mean_only_grpo(grou
     r = torch.tensor(rewards, dtype=F64)
     mean = torch.stack([r[case["group_ids"] == g].mean() for g in (0, 1)])[case["group_ids"]]
     values = mean[:, None].expand(case["mask"].shape)
-    justrl2, _ = losses.justrl2_advantages(**case, values=values, gae_lambda_k=1.0)
+    justrl2, _ = losses.justrl2_advantages(
+        **case, raw_token_rewards=case["token_rewards"], values=values, gae_lambda_k=1.0
+    )
     grpo, _ = losses.grpo_advantages(**case, std_normalize=False)
     torch.testing.assert_close(justrl2, grpo, rtol=0, atol=1e-12)
 
@@ -218,17 +216,19 @@ def test_critic_targets_see_no_penalty_and_only_ppo_bootstraps():
         mask=mask,
     )
     n = torch.tensor(lengths, dtype=F64)
-    outcome = losses.keep(raw[:, None], mask)
-    for advantage, lambdas, bootstraps in (
-        (losses.ppo_advantages, [0.95] * 3, True),
-        (algorithms.vapo_advantages, (1 - 1 / (0.3 * n)).clamp(min=0).tolist(), False),
-        (losses.justrl2_advantages, (0.5 ** (1 / n)).tolist(), False),
+    outcome = losses.masked(raw[:, None], mask)
+    ppo = losses.ppo_advantages(**kw, gae_lambda=0.95)
+    vapo = algorithms.vapo_advantages(**kw, gae_lambda_alpha=0.3)
+    justrl2 = losses.justrl2_advantages(**kw, gae_lambda_k=0.5)
+    for (a, target), lambdas, bootstraps in (
+        (ppo, [0.95] * 3, True),
+        (vapo, (1 - 1 / (0.3 * n)).clamp(min=0).tolist(), False),
+        (justrl2, (0.5 ** (1 / n)).tolist(), False),
     ):
-        a, target = advantage(**kw, gae_lambda=0.95, gae_lambda_alpha=0.3, gae_lambda_k=0.5)
         shaped = brute_force_gae(kw["token_rewards"], values, lengths, lambdas, 1.0)
         plain = brute_force_gae(kw["raw_token_rewards"], values, lengths, lambdas, 1.0)
         torch.testing.assert_close(a, shaped, rtol=0, atol=1e-12)
-        expected = losses.keep(plain + values, mask) if bootstraps else outcome
+        expected = losses.masked(plain + values, mask) if bootstraps else outcome
         torch.testing.assert_close(target, expected, rtol=0, atol=1e-12)
 
 
@@ -253,7 +253,7 @@ def test_every_objective_has_the_reinforce_gradient_at_ratio_one(name, aggregati
         new, old, advantages, mask, **OFF_POLICY[name], aggregation=aggregation
     )
     c = losses.aggregation_weights(aggregation, mask.sum(1))
-    expected = losses.keep(-c[:, None] * advantages, mask)
+    expected = losses.masked(-c[:, None] * advantages, mask)
     torch.testing.assert_close(grad_of(loss, new), expected, rtol=1e-9, atol=1e-12)
     assert metrics["clip_fraction"][0] == 0 and metrics["ratio"][0] == mask.sum()
 
@@ -343,11 +343,11 @@ def test_gspo_token_has_gspos_value_and_for_equal_advantages_its_gradient():
     s = losses.row_mean(new - old, mask)[:, None].exp()
     n = mask.sum()
     torch.testing.assert_close(
-        grad_of(token, new), losses.keep(-s * uneven / n, mask).detach(), rtol=1e-9, atol=1e-12
+        grad_of(token, new), losses.masked(-s * uneven / n, mask).detach(), rtol=1e-9, atol=1e-12
     )
     per_row = losses.row_mean(uneven, mask)[:, None]
     torch.testing.assert_close(
-        grad_of(whole, new), losses.keep(-s * per_row / n, mask).detach(), rtol=1e-9, atol=1e-12
+        grad_of(whole, new), losses.masked(-s * per_row / n, mask).detach(), rtol=1e-9, atol=1e-12
     )
 
 
@@ -537,13 +537,13 @@ def tabular_step(logits, row, rng, optimizer, updates=3):
     right = losses.row_mean((tokens == 0).double(), mask)
     rewards = losses.terminal_reward(right, mask)
     old = pick().detach()
-    advantages, _ = row.advantage(
+    advantages, _ = row.advantages(
+        Config(**row.defaults),
         token_rewards=rewards,
         raw_token_rewards=rewards,
         values=torch.full((n, 4), 0.4, dtype=F64),
         mask=mask,
         group_ids=ids,
-        **row.defaults,
     )
     if row.defaults["whiten_advantages"]:
         advantages = losses.whiten(advantages, mask)

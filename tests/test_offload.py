@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from test_train import HashGrader, largest_difference, weights
+from helpers import draw_no_figures, grade_by_hash, largest_difference, weights
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import distributed
 import train
 from algorithms import ALGORITHMS
-from run.optimizer import leave
+from run.optimizer import offload
 
 FLAGS = "--prompts-per-step=3 --group-size=4 --max-response-tokens=16 --steps=3 --eval-data= "
 FLAGS += "--num-critic-only-steps=1 --critic-lr-warmup-steps=0"
@@ -19,18 +19,15 @@ def start(model, folder, offload):
     return [f"--model={model}", f"--output-dir={folder}", f"--offload={offload}", *FLAGS.split()]
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 @pytest.fixture(scope="module")
 def plain(random_tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "r"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("run.setup.Verifier", HashGrader)
-        patch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+        grade_by_hash(patch)
+        draw_no_figures(patch)
         train.main(start(random_tiny_model, folder, "none"))
     return folder
 
@@ -90,7 +87,7 @@ def test_leaving_takes_every_weight_and_moment_along(random_tiny_model, tmp_path
     monkeypatch.setattr("run.optimizer.HOST", torch.device("meta"))
     config.offload = "idle"
     for model, optimizers in state.trained:
-        leave(model, optimizers, config)
+        offload(model, optimizers, config)
         assert all(p.is_meta for p in model.parameters())
         (optimizer,) = optimizers
         moments = [x for s in optimizer.state.values() for x in s.values() if x.ndim]

@@ -8,6 +8,7 @@ import torch
 
 import algorithms
 import losses
+from config import Config
 
 # Six responses to two prompts, three each; C is the length that a sum over tokens is divided by.
 LENGTHS, GROUPS, RAW = [1, 2, 4, 3, 2, 5], [0, 0, 0, 1, 1, 1], [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
@@ -163,8 +164,8 @@ def test_every_row_is_what_its_paper_says(name, seed):
     ids, raw = torch.tensor(GROUPS), torch.tensor(RAW, dtype=torch.float64)
     rewards = losses.terminal_reward(raw + torch.tensor(PENALTY, dtype=torch.float64), mask)
     kw = dict(token_rewards=rewards, raw_token_rewards=losses.terminal_reward(raw, mask))
-    advantages, targets = row.advantage(
-        **kw, values=values, mask=mask, group_ids=ids, **row.defaults
+    advantages, targets = row.advantages(
+        Config(**row.defaults), **kw, values=values, mask=mask, group_ids=ids
     )
     if row.defaults["whiten_advantages"]:
         advantages = losses.whiten(advantages, mask)

@@ -5,12 +5,12 @@ GPU, and against the live bytes of whole small runs.
 import weakref
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -27,7 +27,6 @@ from run import plan, setup
 from run.optimizer import make_optimizers
 from sampler import engine
 
-ROOT = Path(__file__).parent.parent
 GB = 1e9
 # 42 x 47.19 M + 2 x 267.4 M parameters and 43.0 kB of keys and values per token.
 MINICPM5_2B = LlamaConfig(
@@ -406,14 +405,13 @@ def test_the_memory_of_a_machine_is_shared_by_the_ranks_on_it_alone(monkeypatch)
 
 
 def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
-    random_tiny_model, tmp_path, monkeypatch, capsys
+    random_tiny_model, tmp_path, monkeypatch, capsys, no_figures
 ):
     flags = f"--model {random_tiny_model} --eval-data= --steps 1 --algorithm grpo --slots 8"
     flags += " --prompts-per-step 2 --group-size 2 --max-response-tokens 16 --max-refills 0"
     begin = lambda name, *more: train.main(
         [*flags.split(), *more, "--output-dir", str(tmp_path / name)]
     )
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
     begin("fits")
     assert "by plan" not in capsys.readouterr().err
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)

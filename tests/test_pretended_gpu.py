@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT, flash_attn_stand_in
 from pretended_gpu import CPU, GPU, down, pretended_gpu, up
-from test_kvcache import flash_attn_stand_in
 from torch.utils._pytree import tree_map
 
 import algorithms
 import eval as evaluation
 import model as model_file
 import train
-from config import ROOT, parse
+from config import parse
 from sampler import kvcache
 
 FEW = """--device cuda --eval-data= --steps 2 --num-critic-only-steps 0 --prompts-per-step 2

@@ -2,19 +2,16 @@
 equal `transformers`.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import ROOT, policy_logprobs
 from transformers import AutoModelForCausalLM
 
 from data import pack
-from forward import forward_policy
 from model import Transformer
 from problems import load_problems, load_tokenizer, stop_ids
 from rollout import Sampler
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "runs" / "smollm2-135m"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "model.safetensors").exists(), reason="run `make real-model` first"
@@ -29,7 +26,7 @@ def test_logprobs_on_a_real_chat_prompt_equal_transformers():
     rollouts = sampler.generate([p.prompt_ids for p in problems[:2]], n=2, max_new_tokens=24)
     assert all(r.text.strip() for r in rollouts)
     mb = pack(rollouts, range(4))
-    logprobs, _ = forward_policy(policy, mb, 1.0)
+    logprobs = policy_logprobs(policy, mb, 1.0)
     oracle = AutoModelForCausalLM.from_pretrained(FOLDER)
     for row, r in enumerate(rollouts):
         prompt, response = r.problem.prompt_ids, r.response_ids

@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from test_train import HashGrader, metrics, same, weights
-from test_train import run as train_run
-from test_verify_pool import gone_within
+from helpers import HashGrader, gone_within, grade_by_hash, same, train_run, weights
+from helpers import read_metrics as metrics
 
 import rewards
 import rollout
@@ -24,6 +23,7 @@ from algorithms import ALGORITHMS
 from config import Config, ConfigError, reward_weights
 from data import Problem, Rollout, to_batch
 from problems import load_problems, load_tokenizer
+from run import alarms
 from run import metrics as run_metrics
 from sampler.sampling import response_key
 from verify import Verdict
@@ -31,9 +31,7 @@ from verify import Verdict
 code = pytest.mark.skipif(rewards.sandbox.unsupported() is not None, reason="no sandbox here")
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -400,12 +398,12 @@ def session(pid):
         ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
     ],
 )
-def test_resources_are_bounded_and_nothing_survives(source, reason):
+def test_resources_are_bounded_and_nothing_survives(source, reason, timed):
     assert grade_program("print(2 * int(input()))").correct
     launcher, start = rewards._child.process.pid, time.monotonic()
     verdict = grade_program(source, seconds=0.3)
     assert not verdict.correct and reason in (verdict.reason, None)
-    assert time.monotonic() - start < 4  # at most 1 s, and more on a busy machine
+    assert time.monotonic() - start < 4 or not timed  # at most 1 s, and more on a busy machine
     assert session(launcher) == {launcher}
     assert grade_program("print(2 * int(input()))").correct
 
@@ -711,7 +709,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
 
 
 def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
+    grade_by_hash(monkeypatch)
     flags = "--algorithm grpo --reward random --steps".split()
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
@@ -766,7 +764,7 @@ def test_majority_and_a_mix_train_the_embedded_model(tmp_path, monkeypatch):
 def test_a_rising_share_of_undecided_verdicts_is_said_with_its_number():
     def alarm(share, responses, earlier):
         metrics = {"rollout/undecided_share": share, "rollout/groups_finished": responses / 8}
-        return run_metrics.verifier_alarm(metrics, 8, earlier)
+        return alarms.verifier_alarm(metrics, 8, earlier)
 
     assert not alarm(0.0, 480, []) and not alarm(0.1, 480, [0.1] * 20)
     assert "25.0%" in alarm(0.25, 480, [0.25] * 20)

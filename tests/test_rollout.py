@@ -4,12 +4,17 @@ import copy
 import random
 import sys
 from collections import Counter
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_kvcache import flash_attn_stand_in
+from helpers import (
+    LengthGrader,
+    WordTokenizer,
+    collect_config,
+    flash_attn_stand_in,
+    policy_logprobs,
+    tokens,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -17,13 +22,11 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 import distributed
 import rollout
 from data import DataOrder, Problem, Rollout, pack
-from forward import forward_policy
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
 from sampler import graphs, kvcache
 from sampler.sampling import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
 from sampler.scheduler import Batch
-from verify import Verdict
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]
 
@@ -36,18 +39,6 @@ def model(random_tiny_model):
             60
         )  # init std 0.02 would be uniform: make the distribution one with shape
     return model
-
-
-class WordTokenizer:
-    def get_vocab(self):
-        return {str(i): i for i in range(64)}
-
-    def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids))
-
-
-def tokens(rollouts):
-    return [r.response_ids for r in rollouts]
 
 
 # ---- random numbers
@@ -394,7 +385,7 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(random_tiny_model):
     )
     assert {i for r in rollouts for i in r.response_ids} == set(range(20))
     mb = pack(rollouts, range(len(rollouts)))
-    logprobs, _ = forward_policy(model, mb, 1.0)
+    logprobs = policy_logprobs(model, mb, 1.0)
     stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
     assert (logprobs - stored).abs().max() < 1e-5
 
@@ -427,7 +418,7 @@ def test_stored_logprobs_equal_teacher_forcing_with_ragged_prompts_and_reused_sl
         )  # ragged, so slots were reused at odd times
         mb = pack(rollouts, range(len(rollouts)))
         with torch.no_grad():
-            logprobs, _ = forward_policy(model, mb, temperature)
+            logprobs = policy_logprobs(model, mb, temperature)
         stored = mb.unpack(torch.tensor([x for r in rollouts for x in r.rollout_logprobs]))
         assert (logprobs - stored).abs().max() < 1e-5
 
@@ -529,32 +520,6 @@ def test_bc07a_a_group_has_signal_only_if_rewards_differ():
     for flat in ([0.7] * 8, [0.1] * 8, [1 / 3] * 3, [0.2] * 3, [0.0] * 8, [1.0] * 8):
         assert not has_signal(flat)
     assert has_signal([0.1] * 7 + [0.2]) and has_signal([1.0] + [0.0] * 7)
-
-
-class LengthGrader:
-    """Right if the response has an even number of tokens: mixed groups, and independent of any
-    text.
-    """
-
-    def __init__(self, verdict=lambda n: n % 2 == 0):
-        self.verdict, self.graded = verdict, 0
-
-    def submit(self, response, label, think="auto", kind="math"):
-        self.graded += 1
-        future = Future()
-        correct = self.verdict(len(response.split()))
-        future.set_result(Verdict(correct, "ok" if correct else "wrong", None))
-        return future
-
-
-def collect_config(**changes):
-    fields = dict(
-        prompts_per_step=4, group_size=4, over_sampling=1.0, max_refills=3,
-        dynamic_sampling=True, seed=0, max_response_tokens=24, temperature=1.0,
-        think="auto", partial_rollout=False, partial_mask_old=False, max_staleness=None,
-        reward="correct",
-    )  # fmt: skip
-    return SimpleNamespace(**fields | changes)
 
 
 PROBLEMS = [Problem(f"p{i}", i, "", PROMPTS[i % 4], "") for i in range(10)]

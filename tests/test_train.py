@@ -1,5 +1,6 @@
 """train.py end to end: an untrained model (RTM) with a stand-in grader, and the embedded one."""
 
+import functools
 import json
 import os
 import re
@@ -10,11 +11,13 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT, SMALL, HashGrader, largest_difference, same, weights
+from helpers import read_metrics as metrics
+from helpers import train_run as run
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,66 +29,7 @@ from model import Transformer
 from run.optimizer import make_optimizers, optimizer_step
 from verify import Verdict
 
-ROOT = Path(__file__).parent.parent
-SMALL = "--prompts-per-step 3 --group-size 4 --max-response-tokens 16 --log-samples -1".split()
-
-
-class HashGrader:
-    """About half of all responses are right, whatever the model says: mixed groups from an
-    untrained model.
-    """
-
-    def __init__(self, num_workers, timeout_s):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, response, label, think="auto", kind="math"):
-        future = Future()
-        correct = sum(response.encode()) % 2 == 0
-        future.set_result(Verdict(correct, "ok" if correct else "wrong", None))
-        return future
-
-
-@pytest.fixture
-def mixed_rewards(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch, request):
-    if "figures" not in request.keywords:
-        monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
-
-
-def run(folder, *flags, model=None):
-    """Train in this process; returns the rows of metrics.jsonl by step."""
-    base = ["--output-dir", str(folder), "--eval-data", "", *SMALL]
-    train.main([*base, *(["--model", str(model)] if model else []), *map(str, flags)])
-    return metrics(folder)
-
-
-def metrics(folder):
-    return {
-        row["step"]: row
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    }
-
-
-def weights(folder, step, part="policy"):
-    return load_file(folder / "checkpoints" / f"step_{step:06d}" / part / "model.safetensors")
-
-
-def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+pytestmark = pytest.mark.usefixtures("no_figures")
 
 
 # ---- the method
@@ -255,7 +199,7 @@ def test_old_tokens_leave_the_policy_loss_alone_and_staleness_is_bounded(
 
     monkeypatch.setattr(train, "loss_mask", watched)
     flags = "--steps 5 --algorithm grpo --over-sampling 2 --partial-rollout --partial-mask-old "
-    flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9 --eval-top-k 9"
+    flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9"
     rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert any(seen)
     assert sum(row["rollout/groups_resumed"] for row in rows.values()) > 0
@@ -387,7 +331,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
         (["--model", "nowhere/at-all"], ["nowhere/at-all"]),
         (["--overlong-buffer-tokens", "16"], ["overlong-buffer-tokens"]),
         (["--replay", "/nope"], ["--replay /nope cannot be read"]),
-        (["--replay", "assets/eval.jsonl"], ["--replay assets/eval.jsonl is no minibatch.pt"]),
+        (["--replay", "assets/eval.jsonl"], ["--replay assets/eval.jsonl is not a minibatch.pt"]),
         (["--output-dir", "/proc/nothing/here"], ["/proc/nothing/here", "cannot be written"]),
         (["--device", "cuda"], ["cuda"]),
     ],
@@ -683,19 +627,6 @@ def test_the_head_moves_by_what_the_metric_says(random_tiny_model, tmp_path, mix
 # ---- what the documents promise
 
 
-def test_every_metric_is_defined_in_the_readme(random_tiny_model, tmp_path, mixed_rewards):
-    flags = "--steps 2 --num-critic-only-steps 1 --kl-coef 0.1 --opsm-delta 0.1 --eval-every 1"
-    eval_data = tmp_path / "eval.jsonl"
-    eval_data.write_text('{"prompt": "1 a:+1", "label": "2"}\n')
-    run(tmp_path / "r", *flags.split(), "--eval-data", eval_data, model=random_tiny_model)
-    table = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"`((?:\w+/)?\w+\*?)`", table))
-    keys = {key for row in metrics(tmp_path / "r").values() for key in row} - {"step"}
-    assert {"policy/kl", "policy/opsm_fraction", "critic/end_auc", "eval/accuracy"} <= keys
-    missing = {k for k in keys if not {k, k.split("/")[1]} & named and "/verdict_" not in k}
-    assert not missing
-
-
 def test_every_file_and_flag_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\((?!https:)([^)#]+)\)", text):
@@ -797,15 +728,15 @@ def test_the_reference_computes_as_the_policy_does(
     random_tiny_model, tmp_path, mixed_rewards, monkeypatch
 ):
     """With a head of another dtype the KL of a policy that has not moved would be above 0."""
-    update, seen = train.update, []
+    update, seen = train.policy_minibatch, []
 
-    def spy(run_, state, part, batch, rows, given, *rest):
-        seen.append(given)
+    def spy(run_, state, batch, rows, row_weights, inputs, sums):
+        seen.append(inputs)
         layers = [*state.policy.model.layers, *state.reference.model.layers]
         assert all(layer.mlp_chunk_tokens == 8 for layer in layers)
-        return update(run_, state, part, batch, rows, given, *rest)
+        return update(run_, state, batch, rows, row_weights, inputs, sums)
 
-    monkeypatch.setattr(train, "update", spy)
+    monkeypatch.setattr(train, "policy_minibatch", spy)
     flags = "--steps 1 --algorithm grpo --kl-coef 1 --dtype bfloat16 --head-dtype float32 "
     flags += "--mlp-chunk-tokens 8"
     # The head of a checkpoint in bfloat16, as most are.
@@ -813,7 +744,7 @@ def test_the_reference_computes_as_the_policy_does(
     model = shutil.copytree(random_tiny_model, tmp_path / "model")
     policy.to(torch.bfloat16).save_pretrained(model)
     run(tmp_path / "r", *flags.split(), model=model)
-    assert torch.equal(seen[0]["ref_logprobs"], seen[0]["old_logprobs"])
+    assert torch.equal(seen[0].ref_logprobs, seen[0].old_logprobs)
 
 
 def test_advantage_metrics_are_of_the_trained_tokens(random_tiny_model, tmp_path, mixed_rewards):
@@ -909,7 +840,7 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
     "flags",
     [
         "--overlong-buffer-tokens 8 --overlong-injection-alpha 0.5",
-        "--length-reward-weight 0.5 --length-reward-min-spread 1 --length-reward-min-longest 1",
+        "--length-reward-weight 0.5",
         "--entropy-control clip_cov --cov-fraction 0.2",
         "--entropy-control kl_cov --cov-fraction 0.2 --epochs-per-step 2",
         "--opsm-delta 0.0 --epochs-per-step 2",
@@ -919,9 +850,12 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
     ],
 )
 def test_every_cross_cutting_option_reaches_the_update(
-    flags, random_tiny_model, tmp_path, mixed_rewards
+    flags, random_tiny_model, tmp_path, mixed_rewards, monkeypatch
 ):
     """Same seed, same samples in the first step: only the option can make the weights differ."""
+    # The length reward is for thousands of tokens; the tiny model's responses have sixty.
+    lowered = functools.partial(train.algorithms.length_reward, min_spread=1, min_longest=1)
+    monkeypatch.setattr(train.algorithms, "length_reward", lowered)
     base = "--steps 1 --algorithm grpo --lr 1e-2 --minibatches-per-step 2 --max-response-tokens 60"
     extra = flags.split()
     epochs = extra[extra.index("--epochs-per-step") :][:2] if "--epochs-per-step" in extra else []

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT, alive, gone_within
 
 import verify
 from benchmarks.label_rewrites import pairs
 
-ROOT = Path(__file__).parent.parent
 CASES = [
     json.loads(line) for line in (ROOT / "tests/data/verify_cases.jsonl").open(encoding="utf-8")
 ]
@@ -73,20 +73,6 @@ def children():
     return found
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone_within(pid, seconds):
-    end = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not alive(pid)
-
-
 def test_verdicts_come_in_order_and_equal_those_in_process():
     before = children()
     with verify.Verifier(num_workers=2, timeout_s=20) as verifier:
@@ -125,12 +111,12 @@ def test_any_text_passes_the_protocol():
 
 
 @pytest.mark.parametrize("label", ["hang", "sleep through alarms"])
-def test_a_hang_is_killed_at_the_deadline_and_the_next_pair_is_right(sick, label):
+def test_a_hang_is_killed_at_the_deadline_and_the_next_pair_is_right(sick, label, timed):
     with verify.Verifier(num_workers=1, timeout_s=0.5) as verifier:
         assert verifier.submit("\\boxed{1}", "1").result().correct  # now the worker is warm
         start = time.monotonic()
         assert verifier.submit("\\boxed{1}", label).result() == (False, "timeout", None)
-        assert time.monotonic() - start < 0.5 + 1.0  # 0.5 s more on a quiet machine
+        assert time.monotonic() - start < 0.5 + 1.0 or not timed  # 0.5 s more on a quiet machine
         assert verifier.score(SUMS[:5]) == [verify.verify(*pair) for pair in SUMS[:5]]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_train import HashGrader, metrics, run, same, weights
+from helpers import read_metrics, same, train_run, weights
 
 import train
 from model import Transformer
@@ -12,10 +12,7 @@ FLAGS = "--algorithm grpo --is-mode tis --is-low 0.5 --is-high 2 --save-every 1 
 FLAGS = (FLAGS + "--keep-checkpoints 0 --over-sampling 2 --partial-rollout --slots 10").split()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 def untimed(rows):
@@ -38,7 +35,7 @@ def test_version_tags_and_importance_weights_are_those_of_two_weight_versions(
     monkeypatch.setattr(train, "update_policy", spy)
     flags = [*FLAGS, "--async-steps", 1, "--lr", 1e-2, "--steps", 4]
     flags = [f for f in flags if f != "--partial-rollout"]
-    rows = run(tmp_path / "r", *flags, model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags, model=random_tiny_model)
     policies = [random_tiny_model] + [
         tmp_path / f"r/checkpoints/step_{s:06d}/policy" for s in (1, 2, 3)
     ]
@@ -61,8 +58,8 @@ def test_version_tags_and_importance_weights_are_those_of_two_weight_versions(
 
 def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(random_tiny_model, tmp_path):
     flags = [*FLAGS, "--lr", 0, "--steps", 4]
-    plain = run(tmp_path / "a", *flags, model=random_tiny_model)
-    ahead = run(tmp_path / "b", *flags, "--async-steps", 1, model=random_tiny_model)
+    plain = train_run(tmp_path / "a", *flags, model=random_tiny_model)
+    ahead = train_run(tmp_path / "b", *flags, "--async-steps", 1, model=random_tiny_model)
     for rows in (plain, ahead):  # weights of another version are other tags, though the same
         for row in rows.values():
             del row["rollout/mixed_version_share"], row["rollout/version_spread_max"]
@@ -73,7 +70,7 @@ def test_with_a_learning_rate_of_zero_it_is_the_synchronous_run(random_tiny_mode
 
 def test_resume_is_exact_with_a_rollout_in_hand(random_tiny_model, tmp_path, monkeypatch):
     flags = [*FLAGS, "--async-steps", 1, "--lr", 1e-3, "--steps", 6]
-    whole = run(tmp_path / "a", *flags, model=random_tiny_model)
+    whole = train_run(tmp_path / "a", *flags, model=random_tiny_model)
     assert whole[6]["rollout/groups_resumed"] > 0
     step = train.train_step
 
@@ -83,9 +80,9 @@ def test_resume_is_exact_with_a_rollout_in_hand(random_tiny_model, tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", stop_after_three)
-        assert max(run(tmp_path / "b", *flags, model=random_tiny_model)) == 3
+        assert max(train_run(tmp_path / "b", *flags, model=random_tiny_model)) == 3
     train.main(["--resume", "--output-dir", str(tmp_path / "b")])
-    assert untimed(metrics(tmp_path / "b")) == untimed(whole)
+    assert untimed(read_metrics(tmp_path / "b")) == untimed(whole)
     lines = [(tmp_path / f / "rollouts.jsonl").read_bytes() for f in "ab"]
     assert lines[0] == lines[1]
     assert same(weights(tmp_path / "a", 6), weights(tmp_path / "b", 6))
@@ -97,7 +94,7 @@ def test_a_failure_beside_a_rollout_ends_both(random_tiny_model, tmp_path, monke
 
     monkeypatch.setattr(train, "update_policy", fail)
     with pytest.raises(SystemExit, match="the cause"):
-        run(tmp_path / "r", *FLAGS, "--async-steps", 1, "--steps", 3, model=random_tiny_model)
+        train_run(tmp_path / "r", *FLAGS, "--async-steps", 1, "--steps", 3, model=random_tiny_model)
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import ROOT, SMALL, HashGrader, metrics, run, same, weights
+from helpers import ROOT, SMALL, HashGrader, same, weights
+from helpers import read_metrics as metrics
+from helpers import train_run as run
 
 import train
-from run import metrics as run_metrics
+from run import alarms
+from run.signals import handle_signals
 
 LAUNCH = [sys.executable, "train.py", "--eval-data", "", *SMALL]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("run.setup.Verifier", HashGrader)
-    monkeypatch.setattr(train.run_metrics, "draw_figures", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 
 
 # ---- signals
@@ -136,7 +136,7 @@ def test_a_signal_in_the_middle_of_a_print_is_no_reentrant_call(monkeypatch, cap
         flush = write
 
     state = SimpleNamespace(stop=False, sampler=SimpleNamespace(interrupted=False))
-    with train.handle_signals(state, train.Config()), monkeypatch.context() as patch:
+    with handle_signals(state, train.Config()), monkeypatch.context() as patch:
         for stream in ("stdout", "stderr"):
             patch.setattr(sys, stream, Busy())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -230,11 +230,12 @@ def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "cut o')
     body = (
-        "import books, pathlib\n"
+        "import pathlib\n"
+        "from run import metrics\n"
         "cut = os.truncate\n"
         "os.truncate = lambda *args: (time.sleep(1), cut(*args))\n"
         f"file = pathlib.Path({str(file)!r})\n"
-        "books.forget_after(file, 0)\n"
+        "metrics.forget_after(file, 0)\n"
         "os.write(1, b'rank %d holds %r\\n' % (rank, file.stat().st_size > 0))\n"  # one piece
     )
     result, _ = launch(tmp_path, body)
@@ -370,7 +371,7 @@ def test_an_advantage_that_is_not_finite_is_found_by_the_replay(
     grpo, match = ["--algorithm", "grpo"], "policy is not finite in step 2: 1 tokens"
     file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
-    (row,) = (~torch.isfinite(saved["given"]["advantages"])).any(1).nonzero()[0].tolist()
+    (row,) = (~torch.isfinite(saved["tensors"]["advantages"])).any(1).nonzero()[0].tolist()
     train.main(["--replay", str(file)])
     output = capsys.readouterr().out
     who = saved["rollouts"][row]
@@ -445,7 +446,7 @@ def test_a_replay_that_is_finite_says_so(random_tiny_model, tmp_path):
     grpo, match = ["--algorithm", "grpo"], "not finite"
     file = stopped(tmp_path / "r", "policy", change, match, *grpo, model=random_tiny_model)
     saved = torch.load(file)
-    saved["given"]["advantages"].nan_to_num_()
+    saved["tensors"]["advantages"].nan_to_num_()
     torch.save(saved, file)
     with pytest.raises(SystemExit, match="did not come back"):
         train.main(["--replay", str(file)])
@@ -490,7 +491,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
     found = HEALTHY | change
     empty = 0 if found["rollout/groups_kept"] else 1
     state = SimpleNamespace(step=9, empty_steps=empty, start_entropy=0.4)
-    raised = run_metrics.alarms(state, train.Config(group_size=8), found, [])
+    raised = alarms.alarms(state, train.Config(group_size=8), found, [])
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("WARNING step 9: ") and all(word in line for word in words)
     assert [key for key, value in raised.items() if value] == [f"alarm/{name}"]
@@ -507,7 +508,7 @@ def test_each_alarm_is_one_line_with_number_and_remedy_and_a_metric(name, change
 )
 def test_the_mismatch_alarm_blames_old_weights_where_a_run_has_them(options, named):
     """Precision alone was blamed, and that is rarely the cause under either option."""
-    sentence = run_metrics.mismatch_alarm(0.2, train.Config(**options))
+    sentence = alarms.mismatch_alarm(0.2, train.Config(**options))
     flags = {"--async-steps", "--partial-rollout"}
     assert {flag for flag in flags if flag in sentence} == set(named)
     assert ("Older weights" in sentence) == bool(named) and "--dtype float32" in sentence
