@@ -38,7 +38,7 @@ RATIOS = (0.5, 1.0, 1.25, 1.5)  # pi / pi_old: below, at, and above both clip li
 # fmt: on
 
 
-class Group(NamedTuple):
+class ResponseGroup(NamedTuple):
     """The responses to one prompt, and the configuration of their run."""
 
     about: str
@@ -48,12 +48,12 @@ class Group(NamedTuple):
     config: dict
 
 
-def example_group() -> Group:
+def example_group() -> ResponseGroup:
     """EXAMPLE as a group, with V on a straight line from the first to the last token."""
     tokens, rewards, first, last = zip(*EXAMPLE, strict=True)
     values = [torch.linspace(a, b, n) for n, a, b in zip(tokens, first, last, strict=True)]
     about = "Eight responses to one prompt, made up; V runs straight from first to last token."
-    return Group(about, rewards, rewards, values, {})
+    return ResponseGroup(about, rewards, rewards, values, {})
 
 
 def stored_rows(run: Path, step: int, size: int) -> list[dict]:
@@ -80,6 +80,7 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
 @torch.no_grad()
 def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
     """V (L,) of each stored response under the critic of a checkpoint."""
+    # Here, since a run whose values were logged needs no model, nor critic.py.
     from critic import Critic, values
     from data import Problem, Rollout, pack
     from problems import load_tokenizer
@@ -95,7 +96,7 @@ def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
     return result
 
 
-def stored_group(run: Path, step: int) -> Group:
+def stored_group(run: Path, step: int) -> ResponseGroup:
     """A group of rollouts.jsonl, with V as it was logged, else of the newest critic saved at or
     before `step`.
     """
@@ -115,10 +116,10 @@ def stored_group(run: Path, step: int) -> Group:
         source = f"critic_value_bias_init, since no critic was saved up to step {step}"
     about = f"Step {step} of {run}, problem {rows[0]['problem_id']}.\nV: {source}."
     rewards = [row["reward"] + row["overlong_penalty"] for row in rows]
-    return Group(about, [row["reward"] for row in rows], rewards, values, config)
+    return ResponseGroup(about, [row["reward"] for row in rows], rewards, values, config)
 
 
-def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
+def advantages(group: ResponseGroup, name: str) -> tuple[Tensor, dict]:
     """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
     # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
@@ -142,7 +143,7 @@ def cells(numbers, width: int = 7) -> str:
     return "".join(f"{round(float(x), 3) + 0.0:{width}.3f}" for x in numbers)
 
 
-def advantage_table(group: Group) -> str:
+def advantage_table(group: ResponseGroup) -> str:
     """One line per response: V and advantages at its first, middle and last token."""
     grpo, by_group = advantages(group, "grpo")
     ppo, fixed = advantages(group, "ppo")

@@ -204,7 +204,7 @@ def draw_auc(ax, stages: dict[str, list[dict]]) -> None:
     lengths = pooled(stages, "length_auc", "pairs")
     for label, curve in pooled(stages, "auc", "pairs").items():
         (line,) = ax.plot(PERCENT, curve, marker=".", label=label)
-        # 0.4 for "the shorter one is right" is 0.6 for "the longer one is right".
+        # The better of both directions: 0.4 for "the longer one is right" is 0.6 for "the shorter".
         alone = max(lengths[label][0], 1 - lengths[label][0])
         ax.axhline(alone, color=line.get_color(), linestyle=":", linewidth=1)
     ax.plot([], [], color="grey", linestyle=":", label="length alone")

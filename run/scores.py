@@ -223,8 +223,7 @@ def resamples(problems: int, seed: int) -> Tensor:
 
 def band(scores: Sequence[float], picks: Tensor) -> dict[str, float]:
     """Mean over problems with its percentile bootstrap band, in float64; picks from `resamples`."""
-    # Problems are drawn, not responses: the responses to one problem are no independent evidence
-    # about problems that the set does not hold.
+    # Problems are drawn, not responses: more responses to one problem say nothing about the others.
     values = torch.tensor(scores, dtype=torch.float64)
     edges = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = torch.quantile(values[picks].mean(1), edges).tolist()
