@@ -56,6 +56,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def host_memory() -> int:
+    """Bytes of memory of this machine, for all its processes together."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:

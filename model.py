@@ -2,16 +2,14 @@
 
 Parameter names are the Hugging Face names, so a checkpoint is read and written without a key map.
 The decoder does not know how tokens attend to each other: the caller hands it an `attend` function,
-packed causal attention for training or a view of a KV cache (kvcache.py) for sampling.
+packed causal attention for training or a view of a KV cache (sampler/kvcache.py) for sampling.
 """
 
 import copy
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,60 +18,39 @@ import torch.nn.functional as F
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kernels import logprob_entropy
+from kernels import cpu_linear, logprob_entropy
+from kernels.attention import Attend, varlen_kernel
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-# attend(layer, q (M, H, d), k (M, KV, d), v (M, KV, d)) -> (M, H, d)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
     """Linear map computed in the dtype of its input, whatever dtype the weights are stored in.
 
-    `packed`: the weights in the layout of `pack`, read instead of them while it is there.
+    `reordered`: a copy of the weights that a CPU reads faster (see `reordered_weights`), or None.
     """
 
-    packed: Tensor | None = None
+    reordered: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return packed_linear(x, self.packed, self.bias)
+        if self.reordered is not None:
+            return cpu_linear.linear(x, self.reordered, self.bias)
         # float32 masters with bf16 activations, without autocast: the cast is here and nowhere else
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def pack(weight: Tensor) -> Tensor | None:
-    """A copy of a matrix in the layout that a CPU multiplies fastest by: a large one in oneDNN's
-    own, a small one transposed. None: as it is, in a dtype that oneDNN does not multiply here.
-    """
-    can = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-    if not can.get(weight.dtype):  # torch's own loops over bfloat16 are 10x slower transposed
-        return None
-    if weight.numel() < 100_000:
-        return weight.detach().T.contiguous()
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-
-
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` with a packed weight, without a gradient."""
-    if packed.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return torch.mm(x, packed) if bias is None else torch.addmm(bias, x, packed)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in at least float32, returned in x's dtype.
 
-    The weight is rounded to x's dtype first: so it is in the sampler, and in layers that FSDP2
-    gathers in bfloat16, and one process must compute what they compute.
+    The weight is rounded to x's dtype first. The sampler's copy of it is, and so is the one that
+    FSDP2 gathers in bfloat16; a trainer in one process must compute what they compute.
     """
 
     def __init__(self, size: int, eps: float):
@@ -90,7 +67,7 @@ class RMSNorm(nn.Module):
 class Rotary:
     """Rotary embedding (arXiv:2104.09864), for every rope type that `transformers` knows.
 
-    Not a module and not a buffer: `model.to(torch.bfloat16)` must never round the frequencies.
+    Neither a module nor a buffer: `model.to(torch.bfloat16)` must never round the frequencies.
     `native_length`: longest sequence whose frequencies do not depend on its length; None: no limit.
     """
 
@@ -171,7 +148,7 @@ class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        bias = getattr(config, "mlp_bias", False)  # a field of Llama only
+        bias = getattr(config, "mlp_bias", False)  # only Llama has this field
         self.gate_proj = Linear(size, inner, bias=bias)
         self.up_proj = Linear(size, inner, bias=bias)
         self.down_proj = Linear(inner, size, bias=bias)
@@ -184,8 +161,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One pre-norm transformer block.
 
-    `mlp_chunk_tokens`: tokens at a time through the feed-forward half, each chunk recomputed in
-    backward, so that its wide inner activations never exist for a whole long sequence. 0: all.
+    `mlp_chunk_tokens`: how many tokens go through the feed-forward half at a time (0: all). Each
+    chunk is recomputed in backward, so the wide inner activations of a whole long sequence never
+    exist at once.
     """
 
     def __init__(self, config: PretrainedConfig):
@@ -250,9 +228,10 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.generation_config: str | None = None  # JSON text, saved as it was loaded
-        self.head_dtype = compute_dtype  # of the head's operands; logits accumulate in float32
+        # What the head's operands are rounded to; logits accumulate in float32 in any case.
+        self.head_dtype = compute_dtype
         self.vocab_size = config.vocab_size
-        self.packed_head: Tensor | None = None
+        self.reordered_head: Tensor | None = None
 
     @property
     def head_weight(self) -> Tensor:
@@ -269,29 +248,33 @@ class Transformer(nn.Module):
         self.vocab_size = min(tokens, self.config.vocab_size)
 
     def set_head_dtype(self, dtype: torch.dtype) -> None:
-        """Compute the head in `dtype`; weights stored in less are lifted to it."""
+        """Compute the head in `dtype`; weights stored in fewer bits are converted to it."""
         self.head_dtype = dtype
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         head.to(torch.promote_types(head.weight.dtype, dtype))
 
     @contextmanager
-    def packed_weights(self) -> Iterator[None]:
-        """Within, matrices on a CPU are held a second time, `pack`ed: decoding reads large ones 1.3
-        to 2.5 times faster. They must not change meanwhile.
+    def reordered_weights(self) -> Iterator[None]:
+        """Within, matrices on a CPU are held a second time, in the layout it reads fastest
+        (kernels/cpu_linear.py); no-op on a GPU. The weights must not change meanwhile: the copies
+        would not follow.
         """
         if self.head_weight.is_cuda or not torch.backends.mkldnn.is_available():
             yield
             return
-        maps = [m for m in self.model.modules() if isinstance(m, Linear)]
+        linears = [m for m in self.model.modules() if isinstance(m, Linear)]
         try:
-            for m in maps:
-                m.packed = pack(m.weight) if m.weight.dtype == self.model.compute_dtype else None
-            self.packed_head = pack(self.head_weight.to(self.head_dtype).float())
+            for m in linears:
+                # Stored in another dtype than it computes in, a matrix is cast in every forward.
+                if m.weight.dtype == self.model.compute_dtype:
+                    m.reordered = cpu_linear.reorder(m.weight)
+            # As `logits` multiplies it: rounded to head_dtype, in float32.
+            self.reordered_head = cpu_linear.reorder(self.head_weight.to(self.head_dtype).float())
             yield
         finally:
-            self.packed_head = None
-            for m in maps:
-                m.packed = None
+            self.reordered_head = None
+            for m in linears:
+                m.reordered = None
 
     def forward(
         self,
@@ -304,6 +287,7 @@ class Transformer(nn.Module):
         """Log-prob and entropy (A,), float32, of action `targets[a]` after token `action_index[a]`.
 
         input_ids (M,): S sequences, one after another. cu_seqlens (S+1,) int32: their boundaries.
+        action_index, targets (A,) int64.
         """
         positions = segment_positions(cu_seqlens, len(input_ids))
         attend = packed_attention(cu_seqlens, int(cu_seqlens.diff().max()))
@@ -315,8 +299,8 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) in float32, never rounded to bf16 on the way."""
         hidden = hidden.to(self.head_dtype)
-        if self.packed_head is not None:
-            return packed_linear(hidden.float(), self.packed_head)
+        if self.reordered_head is not None:
+            return cpu_linear.linear(hidden.float(), self.reordered_head)
         weight = self.head_weight.to(self.head_dtype)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             rows = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -337,7 +321,7 @@ class Transformer(nn.Module):
         folder = local_folder(path)
         with torch.device("meta"):
             model = cls(load_config(folder), compute_dtype or dtype)
-        # A tied checkpoint may hold the head a second time.
+        # A tied checkpoint may hold the head a second time, as a copy of the embedding.
         tied = model.config.tie_word_embeddings
         load_weights(model, folder, dtype, ignore=("lm_head.weight",) if tied else ())
         file = folder / "generation_config.json"
@@ -349,7 +333,7 @@ class Transformer(nn.Module):
     ) -> None:
         """Write a directory that `transformers` and vLLM load, weights in `dtype` (default: as is).
 
-        state_dict: the full weights, where this module holds only shards of them.
+        state_dict: the whole weights, where this module holds only shards of them.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -363,8 +347,8 @@ class Transformer(nn.Module):
 
 
 def limit_threads(model: nn.Module, device: torch.device) -> None:
-    """One CPU thread for a small model: a second one gains nothing and, beside a busy process,
-    costs tenfold.
+    """One CPU thread for a small model: a second one gains nothing and costs tenfold next to a busy
+    process.
     """
     if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10_000_000:
         torch.set_num_threads(1)
@@ -392,19 +376,6 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
         return torch.cat(list(map(sdpa, q, k, v)), 2)[0].transpose(0, 1)
 
     return attend
-
-
-@cache
-def varlen_kernel() -> Callable | None:
-    """kernel(q, k, v, cu_seqlens, max_seqlen) of flash-attn, else of torch, else None."""
-    if find_spec("flash_attn"):
-        from flash_attn import flash_attn_varlen_func
-
-        return lambda q, k, v, cu, n: flash_attn_varlen_func(q, k, v, cu, cu, n, n, causal=True)
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None
-    causal = {"window_size": (-1, 0), "enable_gqa": True}
-    return lambda q, k, v, cu, n: varlen_attn(q, k, v, cu, cu, n, n, **causal)
 
 
 # ---- Hugging Face checkpoints

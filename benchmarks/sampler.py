@@ -1,4 +1,4 @@
-"""Tokens per second of the sampler beside `transformers` generate, in one process, both returning
+"""Tokens per second of the sampler next to `transformers` generate, in one process, both returning
 log-probs.
 
     make bench-sampler
@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation import ContinuousBatchingConfig
 
 os.environ["TQDM_DISABLE"] = "1"
-from model import Transformer, head_size
+from kernels.attention import paged_kernel
+from model import Transformer
 from rollout import Sampler
-from sampler.kvcache import paged_kernel
+from sampler.kvcache import bytes_per_token
 
 TINY = dict(vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
             num_attention_heads=4)  # fmt: skip
@@ -62,8 +63,7 @@ class Case:
     def bytes_read(self, sampler):
         """Least traffic of our run: all weights in every decode step, the cache once per token."""
         weights = sum(p.numel() * p.element_size() for p in self.ours.parameters())
-        config = self.ours.config
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * 2
+        token = bytes_per_token(self.ours.config, 2)  # bf16: this is for a GPU
         context = len(self.prompts[0]) + self.new / 4  # a typical length, on the low side
         return (
             sampler.counts["decode_steps"] * weights + sampler.counts["row_steps"] * context * token
@@ -143,19 +143,23 @@ def compare(case, rounds):
             cpu[name].append(tokens / busy)
     middle = {name: statistics.median(values) for name, values in rates.items()}
     best = max(list(contenders)[1:], key=middle.get)
-    ratio = lambda xs: statistics.median(a / b for a, b in zip(xs["ours"], xs[best], strict=True))
     counts = sampler.counts
     occupancy = counts["row_steps"] / counts["decode_steps"] / case.slots
     print(
         f"{case.name:34}"
         + "".join(f"{middle[name]:9.0f}" for name in contenders)
-        + f"{ratio(rates):8.2f}"
-        f"{ratio(cpu):7.2f}{occupancy:10.0%}{counts['prefill_s'] / seconds:9.0%}",
+        + f"{ratio(rates, best):8.2f}"
+        f"{ratio(cpu, best):7.2f}{occupancy:10.0%}{counts['prefill_s'] / seconds:9.0%}",
         flush=True,
     )
     if case.device == "cuda":
         share = case.bytes_read(sampler) / seconds / bandwidth()
         print(f"  at least {share:.0%} of the memory bandwidth")
+
+
+def ratio(rates, other):
+    """Median over the rounds of ours over another contender's."""
+    return statistics.median(a / b for a, b in zip(rates["ours"], rates[other], strict=True))
 
 
 def bandwidth():

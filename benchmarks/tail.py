@@ -28,7 +28,8 @@ from config import ROOT
 from data import DataOrder, Problem
 from model import Transformer
 from rollout import Sampler, collect, has_signal
-from sampler.scheduler import Batch
+from sampler import engine, groups
+from sampler.scheduler import Admitted, Scheduler
 from verify import Verdict
 
 SCALE, SIGMA = 64, 1.3
@@ -49,11 +50,11 @@ def length_of(key):
     return min(CAP, max(1, round(random.Random(key).lognormvariate(mean, SIGMA))))
 
 
-class StaticBatch(Batch):
-    """Nothing starts before the longest of the last ones has ended."""
+class StaticBatches(Scheduler):
+    """Nothing starts before the longest of the last responses has ended."""
 
     def admit(self):
-        return ([], [], []) if self.rows else super().admit()
+        return Admitted([], [], []) if self.running else super().admit()
 
 
 class ScriptedSampler(Sampler):
@@ -70,11 +71,11 @@ class ScriptedSampler(Sampler):
     def _forward(self, cache, pieces):
         pass
 
-    def _decode(self, batch, steps, step_of):
-        self.live.append(len(batch.rows))
-        last = lambda r: len(r.response_ids) + 1 == length_of(r.key)
-        tokens = [[EOS if last(row.rollout) else WORD] for row in batch.rows]
-        return tokens, [[0.0]] * len(tokens)
+    def _decode(self, scheduler, steps, step):
+        self.live.append(len(scheduler.running))
+        rollouts = [row.rollout for row in scheduler.running]
+        ends = [len(r.response_ids) + 1 == length_of(r.key) for r in rollouts]
+        return [[EOS if end else WORD] for end in ends], [[0.0]] * len(ends)
 
 
 class Grader:
@@ -92,7 +93,7 @@ class Grader:
 
 
 class Ranks:
-    """Threads that take themselves for the ranks of distributed.py."""
+    """Threads in place of the ranks of distributed.py, which they replace for `collect`."""
 
     def __init__(self, count):
         self.count, self.own = count, threading.local()
@@ -128,6 +129,11 @@ class Ranks:
             return list(threads.map(thread, range(self.count)))
 
 
+def lengths(groups):
+    """Response lengths of all members."""
+    return [len(r.response_ids) for group in groups for r in group]
+
+
 def measure(name, zero_variance=0.0, ranks=1):
     """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one.
 
@@ -153,20 +159,20 @@ def measure(name, zero_variance=0.0, ranks=1):
             live.append(sampler.live)
         return steps, live
 
-    rollout.Batch = StaticBatch if name == "static batches" else Batch
-    rollout.distributed = crew = Ranks(ranks)
+    engine.Scheduler = StaticBatches if name == "static batches" else Scheduler
+    rollout.distributed = groups.distributed = crew = Ranks(ranks)
     results = crew.run(work)
-    rollout.Batch, rollout.distributed = Batch, distributed
+    engine.Scheduler = Scheduler
+    rollout.distributed = groups.distributed = distributed
     steps = results[0][0]  # the same on every rank
     # In a step a rank that has nothing to decode waits for the one with the most decode steps.
-    together = lambda step: [
-        *map(sum, zip_longest(*(rows[step] for _, rows in results), fillvalue=0))
-    ]
-    live = [together(step) for step in range(STEPS)]
-    lengths = lambda groups: [len(r.response_ids) for group in groups for r in group]
+    live = []  # for each step and decode step: rows alive on all ranks together
+    for step in range(STEPS):
+        by_rank = [rows[step] for _, rows in results]
+        live.append(list(map(sum, zip_longest(*by_rank, fillvalue=0))))
     kept = lengths(group for step in steps for group in step.groups)
-    flat = lambda group: not has_signal(r.reward for r in group)
-    dropped = lengths(group for step in steps for group in step.finished if flat(group))
+    finished = [group for step in steps for group in step.finished]
+    dropped = lengths(group for group in finished if not has_signal(r.reward for r in group))
     total = SLOTS * sum(map(len, live))
     shares = {
         "trained": sum(kept) / total, "no signal": sum(dropped) / total,

@@ -7,7 +7,6 @@ counted on the operations that model.py runs; tests/test_plan.py counts them aga
 without a GPU and in a whole small run, and docs/performance.md explains how to read the table.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +14,12 @@ import torch
 from huggingface_hub import hf_hub_download
 from transformers import PretrainedConfig
 
+import distributed
 from algorithms import ALGORITHMS
-from config import Config
+from config import Config, flag
 from model import Layer, Transformer, head_size, load_config
 from sampler.engine import PREFILL_CHUNK_TOKENS
+from sampler.kvcache import GPU_SHARE, bytes_per_token
 
 GB = 1e9  # as in "80 GB"; torch's own report for such a card is 85 of these
 FLOAT = 4  # bytes of a float32 number
@@ -158,25 +159,20 @@ def host_bytes(sizes: dict[str, tuple[int, int]], config: Config) -> float:
     return config.nproc * (total("none") - total(config.offload))
 
 
-def token_bytes(model: PretrainedConfig, e: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * e
-
-
 def cache_tokens(model: PretrainedConfig, config: Config, memory: float) -> int:
     """The plan's KV cache in tokens: the bound that a sampler needs which runs beside an update,
     because what is free when it starts is not what will be.
     """
     bytes_ = make_plan(model, config, memory).moments["rollout"]["KV cache"]
-    return int(bytes_ / token_bytes(model, bytes_per_activation(config)))
+    return int(bytes_ / bytes_per_token(model, bytes_per_activation(config)))
 
 
 def cache_bytes(model: PretrainedConfig, config: Config, e: int, free: float) -> float:
     """The most that keys and values take: --kv-cache-tokens, or four fifths of the `free` bytes but
     one longest sequence at least; never more than all slots can fill.
     """
-    token = token_bytes(model, e)
-    bound = config.kv_cache_tokens * token or max(0.8 * free, longest(config) * token)
+    token = bytes_per_token(model, e)
+    bound = config.kv_cache_tokens * token or max(GPU_SHARE * free, longest(config) * token)
     return min(bound, config.slots * longest(config) * token)
 
 
@@ -306,12 +302,7 @@ def machine_memory(device: torch.device, nproc: int) -> float:
     """Bytes of this GPU, or a process's share of this machine's RAM, which has `nproc` of them."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return host_memory() / nproc
-
-
-def host_memory() -> float:
-    """Bytes of RAM of this machine."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return distributed.host_memory() / nproc
 
 
 def concern(
@@ -326,10 +317,11 @@ def concern(
     if not plan.fits:
         command = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
         return f"by plan {plan.verdict()}; {command} shows where it goes and what to change."
-    if (host := plan.host * here / ranks) > host_memory():
+    host, available = plan.host * here / ranks, distributed.host_memory()
+    if host > available:
         return (
             f"--offload {config.offload} keeps {host / GB:.1f} GB on the host, which has "
-            f"{host_memory() / GB:.0f}; --plan shows the rest."
+            f"{available / GB:.0f}; --plan shows the rest."
         )
     return ""
 
@@ -367,7 +359,7 @@ def advice(model: PretrainedConfig, config: Config, memory: float) -> str:
             return "use more GPUs (--nproc) or a smaller model"
         changes |= change
         config = replace(config, **change)
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+    flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
     return f"set {flags}, which needs {plan.total(plan.peak) / GB:.1f} GB"
 
 

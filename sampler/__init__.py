@@ -1,1 +1,1 @@
-"""The sampling engine: continuous batching over a paged KV cache, CUDA graphs, drawing a token."""
+"""The sampling engine: continuous batching over a paged KV cache, CUDA graphs, sampling a token."""

@@ -1,10 +1,9 @@
 """The KV-cached sampler: prompts in, responses and their log-probs out.
 
 A slot whose response ends is refilled at once, and the members of a group share one prefill of
-their prompt. What is drawn (sampling.py) depends on none of this.
+their prompt. What is sampled (sampling.py) depends on none of this.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,12 +15,13 @@ from torch import Tensor
 
 import distributed
 from data import Problem, Rollout
+from kernels.attention import paged_kernel
 from model import Transformer, head_size, limit_threads
 from problems import stop_ids, vocabulary_size
-from sampler.graphs import Graphs
-from sampler.kvcache import KVCache, View, paged_kernel
-from sampler.sampling import Truncation, draw, response_key, uniforms
-from sampler.scheduler import Batch, Job
+from sampler.graphs import Graphs, Step
+from sampler.kvcache import GPU_SHARE, HOST_SHARE, KVCache, View, bytes_per_token
+from sampler.sampling import Truncation, response_key, sample_token, uniforms
+from sampler.scheduler import PrefillJob, Scheduler
 
 # Most prompt tokens in one forward; changes memory, never the result. The memory plan counts on it.
 PREFILL_CHUNK_TOKENS = 8192
@@ -29,11 +29,11 @@ PREFILL_CHUNK_TOKENS = 8192
 
 class Sampler:
     """Continuous batching on `slots` rows. `model` is whole on this rank: decoding does no
-    collective.
+    collective, so ranks need not decode in step.
 
-    kv_cache_tokens: most tokens with keys and values at a time; 0: what the memory allows.
+    kv_cache_tokens: most tokens whose keys and values are held at a time; 0: what memory allows.
     prefill_chunk_tokens: most prompt tokens in one forward. page: tokens per page.
-    cuda_graphs: launch a decode step as one CUDA graph, where a paged kernel runs.
+    cuda_graphs: launch a decode step as one CUDA graph; ValueError where that is not possible.
     """
 
     def __init__(
@@ -62,13 +62,15 @@ class Sampler:
         self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
         self.weight_version = 0
         self.interrupted = False  # set from outside: leave everything before the next token
-        self.counts: Counter[str] = Counter()  # of work done: see `run`
+        self.counts: Counter[str] = Counter()  # of the work done, see `run`; the caller clears it
 
     @classmethod
     def from_pretrained(
         cls, folder: Path, tokenizer: Any, slots: int, dtype: torch.dtype, device: torch.device
     ) -> "Sampler":
-        """Of the frozen model in `folder`, whose stop tokens it knows, computing in `dtype`."""
+        """A sampler of the model in `folder`, frozen, computing in `dtype`; stop tokens are those
+        of the folder.
+        """
         model = Transformer.from_pretrained(folder, dtype).requires_grad_(False)
         limit_threads(model, device)
         return cls(model.to(device), stop_ids(folder, tokenizer), slots, tokenizer)
@@ -101,55 +103,56 @@ class Sampler:
         temperature: float,
         on_finish: Callable[[Rollout], None] = lambda rollout: None,
         truncation: Truncation | None = None,
-        feed: Callable[[], Iterable[Rollout] | None] = lambda: (),
+        next_rollouts: Callable[[], Iterable[Rollout] | None] = lambda: (),
         problems: Iterable[Problem] = (),
     ) -> None:
         """Continue every rollout to its end, in place, started in the order given.
 
         Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
-        that ends, in the order of the decode steps. `feed()` is called before every look at free
-        slots: the rollouts that it returns, of any of `problems`, queue behind the others; once it
-        returns None all are left as they are. Adds to `counts`: decode steps, row_steps (sum of
-        rows over them), prefill tokens, preempted rollouts. Holds no memory afterwards.
+        that ends, in the order of the decode steps. `next_rollouts()` is called before free slots
+        are filled: the rollouts that it returns, of any of `problems`, go to the end of the queue;
+        None ends the run and leaves all as they are. Adds to `counts`: decode_steps, row_steps (the
+        sum of the rows over them), prefill_tokens, preempted. Holds no memory afterwards.
         """
         known = [*problems, *(r.problem for r in rollouts)]
-        batch = Batch(self._new_cache(known, max_new_tokens), self.slots, rollouts)
-        step = partial(self._step, batch.cache, temperature, truncation)
-        # step_of(view) is the step for the rows of that view.
-        step_of = Graphs(step, self.slots) if self.cuda_graphs else partial(partial, step)
-        left = lambda row: max_new_tokens - len(row.rollout.response_ids)
-        with self.model.packed_weights():
-            while not self.interrupted and (more := feed()) is not None:
-                batch.extend(more)
-                if not batch.queue and not batch.rows:
+        scheduler = Scheduler(self._new_cache(known, max_new_tokens), self.slots, rollouts)
+        step: Step = partial(self._step, scheduler.cache, temperature, truncation)
+        if self.cuda_graphs:
+            step = Graphs(step, self.slots)
+        with self.model.reordered_weights():
+            while not self.interrupted:
+                arrived = next_rollouts()
+                if arrived is None:
                     break
-                prompts, copies, rests = batch.admit()
-                self._prefill(batch.cache, prompts)
-                batch.cache.copy(copies)
-                self._prefill(batch.cache, rests)
-                steps = min(self.check_every, *map(left, batch.rows))
-                batch.reserve(steps)
-                rows = list(batch.rows)
+                scheduler.enqueue(arrived)
+                if not scheduler.queue and not scheduler.running:
+                    break
+                self._start_waiting(scheduler)
+                # Not past the budget of any row: up to there the cache is sure to have room.
+                left = [max_new_tokens - len(row.rollout.response_ids) for row in scheduler.running]
+                steps = min(self.check_every, *left)
+                scheduler.reserve(steps)
+                rows = list(scheduler.running)
                 self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
-                tokens, logprobs = self._decode(batch, steps, step_of)
+                tokens, logprobs = self._decode(scheduler, steps, step)
                 for row, ids, values in zip(rows, tokens, logprobs, strict=True):
                     self._extend(row.rollout, ids, values, max_new_tokens)
                     if row.rollout.finished:
-                        batch.leave(row)
+                        scheduler.remove(row)
                         on_finish(row.rollout)
-        self.counts["preempted"] += batch.preempted
-        del batch, step, step_of
+        self.counts["preempted"] += scheduler.preempted
+        del scheduler, step  # they hold the cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the trainer wants the memory
 
     def _needed_for_graphs(self) -> str:
-        """What a recorded decode step needs and does not have, or nothing."""
+        """What a recorded decode step needs and does not have here, or ""."""
         decoder = self.model.model
         if self.device.type != "cuda" or decoder.compute_dtype == torch.float32:
             return "a GPU and a 16-bit --dtype"
         if paged_kernel() is None:
             return "flash-attn, or a torch whose varlen_attn takes page tables (2.13 does)"
-        if decoder.rotary.native_length:  # a look at the lengths, on the host, at every step
+        if decoder.rotary.native_length:  # looks at the lengths on the host in every step
             return f"another rope type than {decoder.rotary.type}"
         return ""
 
@@ -159,8 +162,6 @@ class Sampler:
             raise ValueError(
                 "a prompt has no tokens; the first response token needs a state to be chosen in."
             )
-        config, dtype = self.model.config, self.model.model.compute_dtype
-        heads = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         longest = max((len(p.prompt_ids) for p in problems), default=0) + max_new_tokens
         native = self.model.model.rotary.native_length
         if native and longest > native + 1:  # the last token is never fed
@@ -176,34 +177,45 @@ class Sampler:
             )
         # One page more than asked for: the last member of a group may copy a page of its prompt.
         pages = -(-limit // self.page) + 1
-        if self.cuda_graphs:  # all of them at once, so no more than all slots can fill
+        if self.cuda_graphs:  # allocated at once, so no more than all slots can fill
             pages = min(pages, self.slots * (-(-longest // self.page) + 1))
+        config = self.model.config
         cache = KVCache(
-            config.num_hidden_layers, *heads, page=self.page, max_pages=pages, dtype=dtype,
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_size(config),
+            page=self.page,
+            max_pages=pages,
+            dtype=self.model.model.compute_dtype,
             device=self.device,
-        )  # fmt: skip
-        if self.cuda_graphs:
+        )
+        if self.cuda_graphs:  # recordings keep the addresses of the pool, so it must not grow later
             cache.grow(pages)
         return cache
 
     def _affordable_tokens(self) -> int:
-        """Tokens in four fifths of the free GPU memory, or in a quarter of all CPU memory."""
-        config = self.model.config
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
-        per_token *= self.model.model.compute_dtype.itemsize
+        """Tokens in the share of this rank's memory that a cache may fill."""
+        per_token = bytes_per_token(self.model.config, self.model.model.compute_dtype.itemsize)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what the trainer has left in torch's own pool is free too
-            return int(0.8 * torch.cuda.mem_get_info(self.device)[0]) // per_token
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return memory // 4 // distributed.ranks_here() // per_token
+            return int(GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]) // per_token
+        return int(HOST_SHARE * distributed.host_memory()) // distributed.ranks_here() // per_token
 
-    def _prefill(self, cache: KVCache, jobs: Sequence[Job]) -> None:
+    def _start_waiting(self, scheduler: Scheduler) -> None:
+        """Fill free slots from the queue, and store what the new rows have to attend to."""
+        admitted = scheduler.admit()
+        self._prefill(scheduler.cache, admitted.prompts)
+        scheduler.cache.copy(admitted.copies)
+        self._prefill(scheduler.cache, admitted.resumed)
+
+    def _prefill(self, cache: KVCache, jobs: Sequence[PrefillJob]) -> None:
         """Store keys and values of the jobs' tokens, at most `chunk` of them in one forward."""
-        pieces: list[Job] = []
+        pieces: list[PrefillJob] = []
         room = self.chunk
         for pages, start, ids in jobs:
             while ids:
-                pieces.append((pages, start, ids[:room]))
+                pieces.append(PrefillJob(pages, start, ids[:room]))
                 start, ids, room = start + room, ids[room:], room - len(ids[:room])
                 if not room:
                     self._forward(cache, pieces)
@@ -211,10 +223,10 @@ class Sampler:
         if pieces:
             self._forward(cache, pieces)
 
-    def _forward(self, cache: KVCache, pieces: Sequence[Job]) -> None:
-        """One forward over pieces of prompts."""
+    def _forward(self, cache: KVCache, pieces: Sequence[PrefillJob]) -> None:
+        """One forward over pieces of sequences; its hidden states are not needed."""
         spans = [(pages, start, start + len(ids)) for pages, start, ids in pieces]
-        ids = torch.tensor([i for *_, ids in pieces for i in ids], device=self.device)
+        ids = torch.tensor([i for piece in pieces for i in piece.ids], device=self.device)
         positions = torch.tensor([t for _, a, b in spans for t in range(a, b)], device=self.device)
         self.model.model(ids, positions, cache.prefill(spans))
         self.counts["prefill_tokens"] += len(ids)
@@ -228,14 +240,19 @@ class Sampler:
         last: Tensor,
         lengths: Tensor,
         keys: Tensor,
-        counts: Tensor,
+        counters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The next token of every row, and its log-prob."""
+        """The next token of every row, and its log-prob.
+
+        (B,) int64 each: last, the token to feed; lengths, the tokens stored before it; keys and
+        counters, from which the random numbers come.
+        """
         hidden = self.model.model(last, lengths, cache.decode(view, lengths))
-        return draw(self.model.logits(hidden), temperature, uniforms(keys, counts), truncation)
+        logits, u = self.model.logits(hidden), uniforms(keys, counters)
+        return sample_token(logits, temperature, u, truncation)
 
     def _decode(
-        self, batch: Batch, steps: int, step_of: Callable[[View], Callable]
+        self, scheduler: Scheduler, steps: int, step: Step
     ) -> tuple[list[list[int]], list[list[float]]]:
         """The next `steps` tokens of every row, and their log-probs.
 
@@ -244,17 +261,18 @@ class Sampler:
         """
         state = [
             (row.last, row.stored, row.rollout.key, len(row.rollout.response_ids))
-            for row in batch.rows
+            for row in scheduler.running
         ]
-        last, lengths, keys, counts = torch.tensor(state, device=self.device).T.contiguous()
-        step, drawn = step_of(batch.view()), []
+        last, lengths, keys, counters = torch.tensor(state, device=self.device).T.contiguous()
+        view = scheduler.view()
+        sampled = []
         for i in range(steps):
-            drawn.append(step(last, lengths + i, keys, counts + i))
-            last = drawn[-1][0]
-        tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*drawn, strict=True))
+            last, logprob = step(view, last, lengths + i, keys, counters + i)
+            sampled.append((last, logprob))
+        tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*sampled, strict=True))
         finite = logprobs.isfinite().all(1)
         if not finite.all():
-            problem = batch.rows[int(finite.int().argmin())].rollout.problem
+            problem = scheduler.running[int(finite.int().argmin())].rollout.problem
             raise FloatingPointError(
                 f"a sampled log-prob of problem {problem.id} is not finite: the weights are not, "
                 "or the logits overflow. In training, go back to a checkpoint and lower --lr."

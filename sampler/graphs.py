@@ -1,8 +1,8 @@
 """The decode step as a CUDA graph: one launch in place of several hundred small ones.
 
-A graph replays fixed kernels on fixed addresses. So the pool of pages is as large as it may get
-from the start, and rows and the width of their page table are padded to powers of two and copied
-into buffers. Rows of padding read and write page 0 of the pool, which is nobody's.
+A graph replays fixed kernels on fixed addresses. So the pool of pages has its full size from the
+start, and the number of rows and the width of their page table are padded to powers of two and
+copied into buffers. Rows of padding read and write page 0 of the pool, which is nobody's.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sampler.kvcache import View
 
-# step(view, last, lengths, keys, counts) -> tokens, log-probs; all (B,)
+# step(view, last, lengths, keys, counters) -> tokens, log-probs; tensors (B,). See Sampler._step.
 Step = Callable[[View, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def record(function: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """`function` as a CUDA graph, which takes its memory from `pool`. It may allocate; it must not
-    return anything, nor wait for the device.
+    """`function` as a CUDA graph, which takes its memory from `pool`. It may allocate, but must
+    neither return anything nor wait for the device.
     """
     function()  # libraries choose and allocate on their first call, which cannot be recorded
     graph = torch.cuda.CUDAGraph()
@@ -37,22 +37,26 @@ class Recorded:
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(rows, device=device)
-        self.step, self.pool, self.replay = step, pool, None
+        self.step, self.pool = step, pool
+        self.view: View | None = None
+        self.replay: Callable[[], None] | None = None
 
     def load(self, view: View) -> None:
-        """Take over a page table; all further rows are padding."""
+        """Copy a page table into the buffers; all further rows are padding."""
+        self.view = view
         self.state.zero_()
         self.table.zero_()
         self.table[: view.table.shape[0], : view.table.shape[1]] = view.table
 
     def __call__(self, *state: Tensor) -> tuple[Tensor, Tensor]:
-        """last, lengths, keys, counts (B,) -> tokens, log-probs (B,)."""
+        """last, lengths, keys, counters (B,) -> tokens, log-probs (B,)."""
         count = len(state[0])
         for buffer, values in zip(self.state, state, strict=True):
             buffer[:count] = values
         if self.replay is None:
             self.replay = record(self._run, self.pool)
         self.replay()
+        # Copies, because the next replay writes to the same buffers.
         return self.tokens[:count].clone(), self.logprobs[:count].clone()
 
     def _run(self) -> None:
@@ -62,7 +66,7 @@ class Recorded:
 
 
 class Graphs:
-    """The recordings of one run of the sampler, made as they are needed."""
+    """A `Step` that replays recordings of another one, made as their shapes occur."""
 
     def __init__(self, step: Step, slots: int):
         self.step, self.slots = step, slots
@@ -70,12 +74,14 @@ class Graphs:
         # One pool for all: they run one after another, and nothing in it outlives a replay.
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
-    def __call__(self, view: View) -> Recorded:
-        """The recording for the rows of a view."""
+    def __call__(self, view: View, *state: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Step`."""
         rows, width = (1 << (n - 1).bit_length() for n in view.table.shape)
         rows = min(rows, self.slots)
         if (rows, width) not in self.recorded:
-            made = Recorded(self.step, rows, width, view.table.device, self.pool)
-            self.recorded[rows, width] = made
-        self.recorded[rows, width].load(view)
-        return self.recorded[rows, width]
+            device = view.table.device
+            self.recorded[rows, width] = Recorded(self.step, rows, width, device, self.pool)
+        recorded = self.recorded[rows, width]
+        if recorded.view is not view:  # else the rows and pages are those of the last step
+            recorded.load(view)
+        return recorded(*state)

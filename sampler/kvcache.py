@@ -1,14 +1,19 @@
-"""Keys and values of running sequences in pages, and attention over them.
+"""Keys and values of running responses in pages, and attention over them.
 
-Memory grows with the tokens that are held, not with slots x longest response, and sequences that
-begin alike share the pages of their beginning: a prompt is held, and on a CPU read, once per group.
+Memory grows with the tokens that are stored, not with slots x longest response, and responses that
+begin alike share the pages of their beginning: a prompt is stored, and on a CPU read, once per
+group. Here with pages of 4 tokens: three responses a, b, c to a prompt of 9 stored tokens share its
+two full pages, and each has a copy of the ninth token in the first page of its own:
+
+    page in the pool     0        1   2   3   4   5   6   7    ...    98     99
+    read by           padding     a   b   c   a   c   -   -          a b c  a b c
+                                 `---- one user each ----'           `- shared -'
+    table of a: 98 99 1 4     table of b: 98 99 2     table of c: 98 99 3 5
 """
 
-import inspect
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from importlib.util import find_spec
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,31 +21,49 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from transformers import PretrainedConfig
 
-# attend(layer, q (M, H, d), k (M, KV, d), v (M, KV, d)) -> (M, H, d)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from kernels.attention import Attend, paged_kernel
+from model import head_size
+
+# Share of the memory that a cache without a bound may fill: of what is free on a GPU, where the
+# rest is for activations and logits, and of all memory of the machine on a CPU.
+GPU_SHARE, HOST_SHARE = 0.8, 0.25
+
+
+def bytes_per_token(model: PretrainedConfig, itemsize: int) -> int:
+    """Bytes of the keys and values of one token in all layers, each number of `itemsize` bytes."""
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * itemsize
 
 
 class Part(NamedTuple):
-    """P pages of the pool, each with R readers; a reader is one KV head of one row."""
+    """P neighbouring pages of the pool and who reads them.
+
+    A reader is one KV head of one row, with the number row * KV + head: its queries are those of
+    the G query heads that share the KV head. Every page is padded to R readers, the most that one
+    of these pages has.
+    """
 
     pages: slice
-    readers: Tensor  # (P * R,) int64: whose queries meet each page; any if there are fewer than R
-    takers: Tensor  # (P * R,) int64: who gets the outcome; one behind the last for nobody
+    queries: Tensor  # (P * KV * R,) int64: the reader whose queries meet the page; padding: any
+    outputs: Tensor  # (P * KV * R,) int64: the reader who gets the result; padding: B * KV or more
 
 
 class View(NamedTuple):
-    """Which pages the rows of a decode batch read. B rows, at most W pages each, H heads.
+    """How the B rows of a decode batch read the pool; at most W pages each, H query heads.
 
-    `gather` and `scatter` are of plain decoding: scores, computed page by page, one line of `page`
-    for every head that reads it, are put in the order of the rows, and back.
+    Only the table is needed by a kernel. Plain attention multiplies page by page, so that a shared
+    page is read once for all its readers, but takes the softmax over whole rows. The scores of one
+    query head on one page are a line of `page` numbers, and the lines are moved between two orders:
+
+        by page: (part, page, KV head, reader, query head of that reader)   from the multiplication
+        by row:  (row, query head, column of the table)                     for the softmax
     """
 
-    table: Tensor  # (B, W) int32: the pages of each row, in order
+    table: Tensor  # (B, W) int32: the pages of each row, in order; padding: page 0
     parts: Sequence[Part] = ()
-    gather: Tensor | None = None  # (B * H * W,) int64: the line of scores for head and page
-    scatter: Tensor | None = None  # (lines,) int64: the opposite way
+    to_rows: Tensor | None = None  # (B * H * W,) int64: for each line by row, its number by page
+    to_pages: Tensor | None = None  # (lines by page,) int64: for each of these, its number by row
 
 
 class KVCache:
@@ -63,11 +86,12 @@ class KVCache:
     ):
         self.page, self.max_pages = page, max_pages
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        new = lambda: torch.zeros(1, kv_heads, page, size, dtype=dtype, device=device)
-        self.keys, self.values = ([new() for _ in range(layers)] for _ in range(2))
-        self.users = [1]  # of every page of the pool; page 0 stands for none and is nobody's
+        first = torch.zeros(1, kv_heads, page, size, dtype=dtype, device=device)
+        self.keys = [first.clone() for _ in range(layers)]
+        self.values = [first.clone() for _ in range(layers)]
+        self.users = [1]  # how many hold each page; page 0 is padding in tables, never handed out
         self.free: list[int] = []  # ascending
-        self.kernel = paged_kernel() if new().is_cuda and dtype != torch.float32 else None
+        self.kernel = paged_kernel() if first.is_cuda and dtype != torch.float32 else None
 
     # -- pages
 
@@ -81,11 +105,12 @@ class KVCache:
         return -(-tokens // self.page)
 
     def take(self, count: int, shared: bool = False) -> list[int]:
-        """Pages for one user, who will share them or not; at most `available`.
+        """`count` free pages, at most `available`, for one user.
 
-        The lowest free ones, or the highest: see `compact`.
+        The lowest ones, or the highest if they are to be shared: see `compact`.
         """
         if count > len(self.free):
+            # Doubled, because growing copies the whole pool.
             self.grow(max(2 * len(self.users), 64, len(self.users) + count - len(self.free)))
         cut = len(self.free) - count if shared else count
         low, high = self.free[:cut], self.free[cut:]
@@ -101,15 +126,16 @@ class KVCache:
         return list(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less; a page without a user is free."""
+        """One user fewer; a page without a user is free."""
         for p in pages:
             self.users[p] -= 1
             if not self.users[p]:
                 insort(self.free, p)
 
     def grow(self, pages: int) -> None:
-        """Enlarge the pool to so many pages, `max_pages` and page 0 at most; layer by layer,
-        because both copies of all layers may not fit.
+        """Enlarge the pool to this many pages, page 0 included, but not beyond `max_pages` + 1.
+
+        Layer by layer, because the old and the new tensors of all layers may not fit together.
         """
         old, new = len(self.users), min(self.max_pages + 1, pages)
         for store in (self.keys, self.values):
@@ -126,31 +152,34 @@ class KVCache:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def compact(self, holders: Iterable[list[int]]) -> None:
-        """Move pages such that those of one user are the first of the pool and shared ones the
-        last; `holders`, all lists of pages there are, are changed in place.
+        """Move pages together: those of one user to the start of the pool, shared ones to its end.
+        `holders`, every list of pages that anybody has, are changed in place.
 
-        Plain decoding reads all pages between the first and the last of a kind, so this is done
-        when they lie scattered over a quarter more than they need; a kernel reads its rows' alone.
+        Plain attention reads all pages between the first and the last of a kind (`Part.pages` is
+        a slice, because gathering pages would copy them in every layer and step). So pages are
+        moved as soon as a kind lies scattered over a quarter more than it needs. A kernel reads
+        only the pages in its table.
         """
         if self.kernel:
             return
         users = np.array(self.users)
-        alone, shared = (users == 1).nonzero()[0], (users > 1).nonzero()[0]
-        scattered = lambda pages: len(pages) and pages[-1] - pages[0] >= 1.25 * len(pages)
-        if not (scattered(alone) or scattered(shared)):
+        single, shared = (users == 1).nonzero()[0], (users > 1).nonzero()[0]
+        if not (is_scattered(single) or is_scattered(shared)):
             return
-        where = np.arange(len(users))
-        for pages, first in ((alone, 0), (shared, len(users) - len(shared))):
-            places = np.arange(first, first + len(pages))
-            # Those that lie elsewhere, into the places that lack one.
-            where[np.setdiff1d(pages, places)] = np.setdiff1d(places, pages)
-        sources = (where != np.arange(len(users))).nonzero()[0]
-        self.copy(np.stack([sources, where[sources]], 1))
-        moved, users[sources] = users[sources], 0
-        users[where[sources]] = moved
+        moved_to = np.arange(len(users))
+        for pages, start in ((single, 0), (shared, len(users) - len(shared))):
+            places = np.arange(start, start + len(pages))
+            # Only what lies elsewhere moves, to the places that do not hold such a page yet.
+            moved_to[np.setdiff1d(pages, places)] = np.setdiff1d(places, pages)
+        sources = (moved_to != np.arange(len(users))).nonzero()[0]
+        targets = moved_to[sources]
+        self.copy(np.stack([sources, targets], 1))
+        counts = users[sources]
+        users[sources] = 0  # first: a target may be the source of another move
+        users[targets] = counts
         self.users, self.free = users.tolist(), (users == 0).nonzero()[0].tolist()
         for pages in holders:
-            pages[:] = where[pages].tolist()
+            pages[:] = moved_to[pages].tolist()
 
     # -- attention
 
@@ -158,8 +187,8 @@ class KVCache:
     def prefill(self, pieces: Sequence[tuple[list[int], int, int]]) -> Attend:
         """Causal attention of new tokens over their sequence so far; also stores them.
 
-        A piece (pages, start, end) is one sequence: tokens start..end - 1 are packed in the input,
-        those before `start` are in the pages already.
+        A piece (pages, start, end) belongs to one sequence: its tokens start..end - 1 are the new
+        ones, packed in the input, and those before `start` are in the pages already.
         """
         tensor = partial(torch.tensor, device=self.keys[0].device)
         lengths = [end - start for _, start, end in pieces]
@@ -169,7 +198,7 @@ class KVCache:
         bounds = [0, *accumulate(lengths)]
         cu_seqlens = tensor(bounds, dtype=torch.int32)
         ends = tensor([end for _, _, end in pieces], dtype=torch.int32)
-        table = tensor(padded([p for p, _, _ in pieces], 0), dtype=torch.int32)
+        table = tensor(padded([p for p, _, _ in pieces]), dtype=torch.int32)
         sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,8 +206,7 @@ class KVCache:
             keys[place, :, offset] = k
             values[place, :, offset] = v
             if self.kernel:
-                longest = max(lengths)
-                return self.kernel(q, keys, values, cu_seqlens, longest, ends, table)
+                return self.kernel(q, keys, values, cu_seqlens, max(lengths), ends, table)
             out = []
             for i, (_, start, end) in enumerate(pieces):
                 new = slice(bounds[i], bounds[i + 1])
@@ -199,50 +227,52 @@ class KVCache:
         return attend
 
     def view(self, tables: Sequence[list[int]]) -> View:
-        """Page table of a decode batch, given the pages of each row."""
-        table = np.array(padded(tables, 0))
+        """How the rows of a decode batch read the pool, given the pages of each row."""
+        table = np.array(padded(tables))
         tensor = partial(torch.as_tensor, device=self.keys[0].device)
         if self.kernel:
             return View(tensor(table, dtype=torch.int32))
         (rows, width), group = table.shape, self.heads // self.kv_heads
-        column, kv_head = np.arange(width), np.arange(self.kv_heads)[:, None]
-        held = column < np.array([len(pages) for pages in tables])[:, None]
+        held = np.arange(width) < np.array([len(pages) for pages in tables])[:, None]
         shared = np.array(self.users)[table] > 1
-        parts, count = [], 0
-        # The line of scores of a page and reader: its first head; how far on the next KV head is.
-        first, apart = np.zeros_like(table), np.zeros_like(table)
-        # Apart, because all pages of a part are multiplied as often as that with most readers.
+        kv_head = np.arange(self.kv_heads)
+        parts, lines = [], 0
+        # The line by page of the first query head of each reader. It stays 0 where a row has no
+        # page: those scores are masked.
+        line = np.zeros((rows, width, self.kv_heads), dtype=np.int64)
+        # Two parts, because every page of a part costs as much as the one with the most readers.
         for chosen in (held & ~shared, held & shared):
             if not chosen.any():
                 continue
-            read = table[chosen]
-            low, high = read.min(), read.max() + 1
-            which, rank = read - low, readings_before(read)
+            pages = table[chosen]
+            low, high = pages.min(), pages.max() + 1
+            page, rank = pages - low, occurrences_before(pages)  # rank among the page's readers
             most = rank.max() + 1
-            readers = np.full((high - low, most), rows)
-            readers[which, rank] = chosen.nonzero()[0]
-            by_head = (readers[:, None] * self.kv_heads + kv_head).ravel()
-            met = by_head.clip(max=rows * self.kv_heads - 1)
-            parts.append(Part(slice(low, high), tensor(met), tensor(by_head)))
-            first[chosen] = count + (which * self.kv_heads * most + rank) * group
-            apart[chosen] = most * group
-            count += len(by_head) * group
-        lines = first[:, None, None] + apart[:, None, None] * kv_head[:, None]
-        lines = lines + np.arange(group)[:, None]  # (B, KV, G, W)
-        order = np.arange(lines.size).reshape(lines.shape)
-        held = np.broadcast_to(held[:, None, None], lines.shape)
-        back = np.zeros(count, dtype=np.int64)
-        back[lines[held]] = order[held]
-        return View(tensor(table, dtype=torch.int32), parts, tensor(lines.ravel()), tensor(back))
+            reading_row = np.full((high - low, most), rows)  # padding: one row too far
+            reading_row[page, rank] = chosen.nonzero()[0]
+            readers = (reading_row[:, None] * self.kv_heads + kv_head[:, None]).ravel()
+            queries = readers.clip(max=rows * self.kv_heads - 1)
+            parts.append(Part(slice(low, high), tensor(queries), tensor(readers)))
+            before = (page[:, None] * self.kv_heads + kv_head) * most + rank[:, None]
+            line[chosen] = lines + before * group
+            lines += len(readers) * group
+        by_row = line.transpose(0, 2, 1)[:, :, None] + np.arange(group)[:, None]  # (B, KV, G, W)
+        number = np.arange(by_row.size).reshape(by_row.shape)
+        held = np.broadcast_to(held[:, None, None], by_row.shape)
+        by_page = np.zeros(lines, dtype=np.int64)  # padded readers keep 0: their result is dropped
+        by_page[by_row[held]] = number[held]
+        return View(
+            tensor(table, dtype=torch.int32), parts, tensor(by_row.ravel()), tensor(by_page)
+        )
 
     @torch.no_grad()
     def decode(self, view: View, lengths: Tensor) -> Attend:
-        """Attention of one new token per row: row i is stored at, and sees, position lengths[i].
-
-        Nothing here waits for the device.
+        """Attention of one new token per row: row i is stored at, and sees up to, position
+        lengths[i]. Nothing here waits for the device.
         """
         kv_heads, page, size = self.kv_heads, self.page, self.size
         arange = partial(torch.arange, device=lengths.device)
+        # Where the new key of each row and KV head goes in the pool seen as (cells, d).
         places = view.table.gather(1, (lengths // page)[:, None]) * kv_heads + arange(kv_heads)
         cells = (places * page + (lengths % page)[:, None]).flatten()
         if self.kernel:
@@ -263,70 +293,47 @@ class KVCache:
         return attend
 
 
-def readings_before(pages: np.ndarray) -> np.ndarray:
-    """pages (N,) -> how many of those before it are the same page (N,)."""
-    order = np.argsort(pages, kind="stable")
-    ascending = pages[order]
-    before = np.empty_like(order)
-    before[order] = np.arange(len(pages)) - np.searchsorted(ascending, ascending)
-    return before
-
-
-def padded(rows: Sequence[list[int]], fill: int) -> list[list[int]]:
-    """Rows of equal length."""
-    width = max(map(len, rows), default=0)
-    return [row + [fill] * (width - len(row)) for row in rows]
-
-
 def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask: Tensor) -> Tensor:
-    """Softmax attention of one query per row that pads no key, only scores.
+    """Softmax attention of one query per row, which pads no key, only scores.
 
     q (B, H, d); keys, values (pages, KV, page, d); mask (B, W * page) is added to the scores.
-    Returns (B, H, d). Computes in at least float32.
+    Returns (B, H, d). Computes in at least float32. `View` has the orders of the scores.
     """
     (rows, heads, size), (_, kv_heads, page, _) = q.shape, keys.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries = (q.to(wide) * size**-0.5).reshape(rows * kv_heads, -1)
-    out = queries.new_zeros(len(queries) + kv_heads, queries.shape[1])
-    read = lambda pool, part: pool[part.pages].flatten(0, 1).to(wide)
+    queries = (q.to(wide) * size**-0.5).reshape(rows * kv_heads, -1)  # one line per reader: (G * d)
     scores = []
     for part in view.parts:
-        k = read(keys, part)
-        met = queries.index_select(0, part.readers).view(len(k), -1, size)
+        k = keys[part.pages].flatten(0, 1).to(wide)  # (P * KV, page, d)
+        met = queries.index_select(0, part.queries).view(len(k), -1, size)  # (P * KV, R * G, d)
         scores.append(torch.bmm(met, k.mT).view(-1, page))
-    counts = [len(x) for x in scores]
-    by_row = torch.cat(scores).index_select(0, view.gather).view(rows, heads, -1)
-    weights = by_row.add_(mask[:, None]).softmax(-1).view(-1, page).index_select(0, view.scatter)
-    for part, w in zip(view.parts, weights.split(counts), strict=True):
-        v = read(values, part)
-        got = torch.bmm(w.view(len(v), -1, page), v).view(len(part.takers), -1)
-        out.index_add_(0, part.takers, got)
+    lines = [len(x) for x in scores]
+    by_row = torch.cat(scores).index_select(0, view.to_rows).view(rows, heads, -1)
+    weights = by_row.add_(mask[:, None]).softmax(-1).view(-1, page).index_select(0, view.to_pages)
+    # One row too many, KV lines: there padded readers leave their results.
+    out = queries.new_zeros(len(queries) + kv_heads, queries.shape[1])
+    for part, w in zip(view.parts, weights.split(lines), strict=True):
+        v = values[part.pages].flatten(0, 1).to(wide)
+        result = torch.bmm(w.view(len(v), -1, page), v).view(len(part.outputs), -1)
+        out.index_add_(0, part.outputs, result)
     return out[: len(queries)].view(q.shape).to(q.dtype)
 
 
-@cache
-def paged_kernel() -> Callable | None:
-    """kernel(q, keys, values, cu_seqlens, longest, ends, table) of flash-attn, else of torch, else
-    None: causal attention of packed q over pages (P, KV, page, d). CUDA and 16 bits only.
-    """
-    by_token = lambda pages: pages.transpose(1, 2)  # a view: the kernels take any stride but d's
-    if find_spec("flash_attn"):
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+def is_scattered(pages: np.ndarray) -> bool:
+    """Ascending page numbers span a quarter more pages than there are, or yet more."""
+    return len(pages) > 0 and pages[-1] - pages[0] >= 1.25 * len(pages)
 
-        def kernel(q, keys, values, cu_seqlens, longest, ends, table):
-            keys, values = by_token(keys), by_token(values)
-            if longest == 1:  # splits long sequences over the device
-                lengths = {"cache_seqlens": ends, "block_table": table, "causal": True}
-                return flash_attn_with_kvcache(q[:, None], keys, values, **lengths)[:, 0]
-            reach, cu_ends = table.shape[1] * keys.shape[1], F.pad(ends.cumsum(0), (1, 0)).int()
-            spans = cu_seqlens, cu_ends, longest, reach
-            return flash_attn_varlen_func(q, keys, values, *spans, causal=True, block_table=table)
 
-        return kernel
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return None
-    fixed = {"window_size": (-1, 0), "enable_gqa": True}
-    return lambda q, keys, values, cu_seqlens, longest, ends, table: varlen_attn(
-        q, by_token(keys), by_token(values), cu_seqlens, None, longest,
-        table.shape[1] * keys.shape[2], seqused_k=ends, block_table=table, **fixed,
-    )  # fmt: skip
+def occurrences_before(values: np.ndarray) -> np.ndarray:
+    """values (N,) -> (N,): how many of the values before each one equal it."""
+    order = np.argsort(values, kind="stable")
+    ascending = values[order]
+    before = np.empty_like(order)
+    before[order] = np.arange(len(values)) - np.searchsorted(ascending, ascending)
+    return before
+
+
+def padded(tables: Sequence[list[int]]) -> list[list[int]]:
+    """Lists of pages, filled up to equal length with page 0, which is nobody's."""
+    width = max(map(len, tables), default=0)
+    return [pages + [0] * (width - len(pages)) for pages in tables]

@@ -1,7 +1,8 @@
-"""Which token is drawn: random numbers by counter, and inverse-CDF sampling from the softmax.
+"""Which token is sampled: random numbers by counter, and inverse-CDF sampling from the softmax.
 
-The random number behind every token depends on (seed, step, problem, sample, token) alone, so
-slots, batch composition, rank count and resume change nothing about what is drawn.
+The random number of a token is a hash of (seed, step, problem, sample, token) and of nothing else.
+A generator with a state would give a token another number whenever the batch, the slots, the ranks
+or the point of a resume changed.
 """
 
 import math
@@ -10,25 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# SplitMix64 (Steele et al. 2014): counter k of a key has the number mix(key + k * GOLDEN). A few
+# integer operations, which torch does for all rows at once.
 MASK64 = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: no counter repeats within 2^64
 
 
 def mix(x: int) -> int:
-    """Finaliser of SplitMix64 (Steele et al. 2014): 64 bits in, 64 well-stirred bits out."""
+    """Finaliser of SplitMix64: 64 bits in, 64 well-stirred bits out, one to one."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     return x ^ (x >> 31)
 
 
 def signed(x: int) -> int:
-    """The int64 with the same bits."""
+    """The int64 with the same bits: torch has hardly any operations for uint64."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def response_key(seed: int, step: int, problem: int, sample: int) -> int:
-    """Random key of one response as an int64; `problem` is the number of the draw, unique over
-    epochs.
+    """Random key of one response as an int64. `problem` is the number of its draw, which is unique
+    over epochs; its index in the file is not.
     """
     key = 0
     for part in (seed, step, problem, sample):
@@ -37,23 +40,29 @@ def response_key(seed: int, step: int, problem: int, sample: int) -> int:
 
 
 def uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
-    """keys (B,) int64, tokens (B,) int64 -> (B,) float64 in [0, 1): `mix` of key and counter, in
-    wrapping int64.
+    """keys (B,) int64, tokens (B,) int64 -> (B,) float64 in [0, 1): the number of counter
+    tokens + 1 of each key. This is `mix` on int64, whose products wrap to the same 64 bits.
     """
-    shift = lambda x, n: (x >> n) & ((1 << (64 - n)) - 1)  # int64 >> alone would keep the sign
     x = keys + (tokens + 1) * signed(GOLDEN)
-    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
-    x = x ^ shift(x, 31)
-    return shift(x, 12).double() * 2.0**-52
+    x = (x ^ logical_shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ logical_shift(x, 27)) * signed(0x94D049BB133111EB)
+    x = x ^ logical_shift(x, 31)
+    return logical_shift(x, 12).double() * 2.0**-52  # 52 bits: exact in float64, never rounds to 1
+
+
+def logical_shift(x: Tensor, n: int) -> Tensor:
+    """x >> n with zeros coming in: the shift of an int64 alone brings in its sign."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens evaluation may draw; training has none, its log-probs are of the whole softmax.
+    """Which tokens evaluation may sample. Training truncates nothing, because the trainer scores
+    the whole softmax.
 
-    top_k: the likeliest so many, 0 for all. top_p: the smallest set of that mass among those.
-    min_p: those at least that likely as the likeliest.
+    top_k: that many of the likeliest, 0 for all. top_p: of those, the fewest likeliest with at
+    least this total probability. min_p: of those, the ones at least this likely, relative to the
+    likeliest.
     """
 
     top_p: float = 1.0
@@ -61,11 +70,12 @@ class Truncation:
     min_p: float = 0.0
 
     def __call__(self, logprobs: Tensor) -> Tensor:
-        """logprobs (B, V) -> the same, -inf where not to be drawn."""
+        """logprobs (B, V) -> the same, -inf where a token must not be sampled."""
         if self.top_k:
             least = logprobs.topk(min(self.top_k, logprobs.shape[1])).values[:, -1:]
             logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
         if self.top_p < 1:
+            # Stable: of equally likely tokens the lower ids stay, whatever the batch.
             p, order = logprobs.softmax(-1).sort(descending=True, stable=True)
             beyond = p.cumsum(-1) - p >= self.top_p  # likelier tokens have that mass already
             logprobs = logprobs.masked_fill(beyond.scatter(1, order, beyond), -torch.inf)
@@ -75,11 +85,11 @@ class Truncation:
         return logprobs
 
 
-def draw(
+def sample_token(
     logits: Tensor, temperature: float, u: Tensor, truncation: Truncation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: logits (B, V) float32, u (B,) -> tokens (B,) int64 and their log-probs
-    (B,) float32.
+    """Inverse-CDF sampling: logits (B, V) float32, u (B,) in [0, 1) -> tokens (B,) int64 and their
+    log-probs (B,) float32.
 
     Log-probs are of softmax(logits / temperature) over the whole vocabulary, as the trainer scores
     them. Temperature 0 is greedy, with the log-probs of temperature 1.
@@ -88,8 +98,10 @@ def draw(
     if temperature > 0:
         kept = truncation(logprobs) if truncation else logprobs
         cdf = kept.exp().double().cumsum(-1)  # a float32 sum of 130k terms would move the edges
+        # u times the total, because a truncated distribution does not sum to 1.
         tokens = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-        # NaN lies behind all: on a GPU an index out of range would end the process for good.
+        # With NaN the search ends past the vocabulary, and on a GPU an index out of range would
+        # end the process before anybody could say why.
         tokens = tokens.clamp_(max=logits.shape[1] - 1)
     else:
         tokens = logits.argmax(-1, keepdim=True)

@@ -3,16 +3,33 @@
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from data import Rollout
 from sampler.kvcache import KVCache, View
 
-Job = tuple[list[int], int, list[int]]  # pages, position of the first token, token ids to compute
+
+class PrefillJob(NamedTuple):
+    """Tokens of one sequence whose keys and values are to be computed and stored."""
+
+    pages: list[int]  # of the whole sequence
+    start: int  # position of the first of the tokens
+    ids: list[int]
+
+
+class Admitted(NamedTuple):
+    """What must be stored before responses that have just been admitted can decode. The order
+    counts: prompts, then copies of them, then what reads both.
+    """
+
+    prompts: list[PrefillJob]
+    copies: list[tuple[int, int]]  # pages (source, target)
+    resumed: list[PrefillJob]  # tokens that unfinished responses have already
 
 
 @dataclass(eq=False)
-class Row:
-    """A response that is being decoded, and the pages of its keys and values."""
+class RunningResponse:
+    """A row of the decode batch: a response and the pages of its keys and values."""
 
     rollout: Rollout
     pages: list[int]
@@ -24,12 +41,12 @@ class Row:
 
     @property
     def stored(self) -> int:
-        """Tokens with keys and values: all but the last."""
+        """Number of tokens whose keys and values are stored: all but the last."""
         return len(self.rollout.problem.prompt_ids) + len(self.rollout.response_ids) - 1
 
 
-class Batch:
-    """The rows being decoded, oldest first, the queue behind them, and the memory they share.
+class Scheduler:
+    """The responses that are decoded, the queue of those that wait, and the memory they share.
 
     A prompt is computed once, and kept until the last waiting member of its group has started.
     """
@@ -37,105 +54,103 @@ class Batch:
     def __init__(self, cache: KVCache, slots: int, rollouts: Iterable[Rollout]):
         self.cache, self.slots = cache, slots
         self.queue: deque[Rollout] = deque()
-        self.rows: list[Row] = []
-        self.prompts: dict[int, list[int]] = {}  # id of a problem -> pages of its prompt
-        self.waiting: Counter[int] = Counter()  # id of a problem -> its rollouts in the queue
+        self.running: list[RunningResponse] = []  # oldest first
+        # Both by the id() of a problem, because a Problem is not hashable.
+        self.prompts: dict[int, list[int]] = {}  # pages of its prompt
+        self.waiting: Counter[int] = Counter()  # its rollouts in the queue
         self.preempted = 0
-        self._view: View | None = None
-        self.extend(rollouts)
+        self._view: View | None = None  # of the running responses, None once they have changed
+        self.enqueue(rollouts)
 
-    def extend(self, rollouts: Iterable[Rollout]) -> None:
+    def enqueue(self, rollouts: Iterable[Rollout]) -> None:
         """Put those that are not finished at the end of the queue."""
         unfinished = [r for r in rollouts if not r.finished]
         self.queue.extend(unfinished)
         self.waiting.update(id(r.problem) for r in unfinished)
 
-    def admit(self) -> tuple[list[Job], list[tuple[int, int]], list[Job]]:
-        """Start waiting rollouts while slots and memory last.
-
-        Returns what is to be computed, in this order: prompts, copies of pages (source, target),
-        and the tokens that resumed responses have already.
-        """
-        prompts: list[Job] = []
-        copies: list[tuple[int, int]] = []
-        resumed: list[Job] = []
-        while self.queue and len(self.rows) < self.slots:
-            r, known = self.queue[0], id(self.queue[0].problem) in self.prompts
-            prompt = r.problem.prompt_ids[:-1]
-            new = 0 if known else self.cache.pages(len(prompt))
-            own = self.cache.pages(len(prompt) + len(r.response_ids) + 1)
-            own -= len(prompt) // self.cache.page
-            # One page for every running row is left, or a row might be preempted at once.
-            if own + new + len(self.rows) > self.cache.available:
-                if self.rows or not self.prompts:
+    def admit(self) -> Admitted:
+        """Start waiting rollouts while slots and memory last."""
+        admitted = Admitted([], [], [])
+        while self.queue and len(self.running) < self.slots:
+            # One page is left for every running response, or one might be preempted at once.
+            if self._pages_to_start(self.queue[0]) + len(self.running) > self.cache.available:
+                if self.running or not self.prompts:
                     break
+                # Nothing runs that would end and free pages, so prompts kept for later have to go.
                 self._forget_prompts()
                 continue
-            self.queue.popleft()
-            if not known:
-                full = len(prompt) // self.cache.page
-                pages = self.cache.take(full, shared=True) + self.cache.take(new - full)
-                self.prompts[id(r.problem)] = pages
-                prompts.append((self.prompts[id(r.problem)], 0, prompt))
-            row, copied = self._start(r)
-            copies += copied
-            if r.response_ids:
-                tokens = [r.problem.prompt_ids[-1], *r.response_ids[:-1]]
-                resumed.append((row.pages, len(prompt), tokens))
-        return prompts, copies, resumed
+            self._start(self.queue.popleft(), admitted)
+        return admitted
 
-    def _start(self, r: Rollout) -> tuple[Row, list[tuple[int, int]]]:
-        """Give a rollout the pages of its prompt; returns its row and the pages to be copied."""
-        problem, copied = id(r.problem), []
-        full, rest = divmod(len(r.problem.prompt_ids) - 1, self.cache.page)
+    def _pages_to_start(self, r: Rollout) -> int:
+        """Pages that a waiting rollout would take: for its prompt, if that is not stored yet, and
+        for its own tokens up to the next one.
+        """
+        prompt = len(r.problem.prompt_ids) - 1  # the last token of a prompt is fed by decoding
+        own = self.cache.pages(prompt + len(r.response_ids) + 1) - prompt // self.cache.page
+        return own if id(r.problem) in self.prompts else own + self.cache.pages(prompt)
+
+    def _start(self, r: Rollout, admitted: Admitted) -> None:
+        """Give a rollout its pages, and add to `admitted` what they are to be filled with."""
+        problem, prompt = id(r.problem), r.problem.prompt_ids[:-1]
+        full, rest = divmod(len(prompt), self.cache.page)
+        if problem not in self.prompts:
+            pages = self.cache.take(full, shared=True) + self.cache.take(1 if rest else 0)
+            self.prompts[problem] = pages
+            admitted.prompts.append(PrefillJob(pages, 0, prompt))
         self.waiting[problem] -= 1
         if self.waiting[problem]:
-            row = Row(r, self.cache.share(self.prompts[problem][:full]))
-            if rest:
+            row = RunningResponse(r, self.cache.share(self.prompts[problem][:full]))
+            if rest:  # a page that the response goes on writing to cannot be shared
                 row.pages += self.cache.take(1)
-                copied = [(self.prompts[problem][full], row.pages[full])]
-        else:  # the last one keeps the pages
-            row = Row(r, self.prompts.pop(problem))
+                admitted.copies.append((self.prompts[problem][full], row.pages[full]))
+        else:  # the last member of the group takes over the prompt's own pages
+            row = RunningResponse(r, self.prompts.pop(problem))
         row.pages += self.cache.take(self.cache.pages(row.stored) - len(row.pages))
-        self.rows.append(row)
+        if r.response_ids:
+            tokens = [r.problem.prompt_ids[-1], *r.response_ids[:-1]]
+            admitted.resumed.append(PrefillJob(row.pages, len(prompt), tokens))
+        self.running.append(row)
         self._view = None
-        return row, copied
 
     def reserve(self, steps: int) -> None:
-        """Pages for so many more tokens per row; where they lack, the youngest row goes back to
-        the queue, with the tokens it has.
+        """Take pages for `steps` more tokens of every response. While there are too few, the
+        youngest response goes back to the head of the queue, with the tokens it has.
         """
-        need = lambda row: max(0, self.cache.pages(row.stored + steps) - len(row.pages))
-        while sum(map(need, self.rows)) > self.cache.available:
+        while sum(self._missing(row, steps) for row in self.running) > self.cache.available:
             if self.prompts:
                 self._forget_prompts()
                 continue
-            row = self.rows[-1]
-            self.leave(row)
+            row = self.running[-1]
+            self.remove(row)
             self.queue.appendleft(row.rollout)
             self.waiting[id(row.rollout.problem)] += 1
             self.preempted += 1
-        for row in self.rows:
-            if count := need(row):
-                row.pages += self.cache.take(count)
+        for row in self.running:
+            if missing := self._missing(row, steps):
+                row.pages += self.cache.take(missing)
                 self._view = None
 
-    def leave(self, row: Row) -> None:
-        """Take a row out and free its memory."""
-        self.rows.remove(row)
+    def _missing(self, row: RunningResponse, steps: int) -> int:
+        """Pages that a response lacks for `steps` more tokens."""
+        return max(0, self.cache.pages(row.stored + steps) - len(row.pages))
+
+    def remove(self, row: RunningResponse) -> None:
+        """Stop decoding a response and free its memory."""
+        self.running.remove(row)
         self.cache.release(row.pages)
         self._view = None
 
     def _forget_prompts(self) -> None:
-        """Those still wanted will be computed again."""
+        """Free the prompts kept for waiting rollouts, which will be computed again."""
         for pages in self.prompts.values():
             self.cache.release(pages)
         self.prompts.clear()
 
     def view(self) -> View:
-        """Page table of the rows."""
+        """How the running responses read the cache; the same object until something changes."""
         if self._view is None:
-            tables = [row.pages for row in self.rows]
+            tables = [row.pages for row in self.running]
             self.cache.compact([*tables, *self.prompts.values()])
             self._view = self.cache.view(tables)
         return self._view

@@ -21,8 +21,19 @@ from rollout import Collector, Group, Sampler, collect, has_signal, new_group
 
 BUDGET = 40
 PROBLEMS = [Problem(f"p{i}", i, "", [5] * (1 + i % 3), "") for i in range(50)]
-RARELY = lambda n: n % 8 == 1  # right: two groups of four in three have no right response
-OFTEN = lambda n: n % 2 == 0
+
+
+def rarely(n):
+    """Right for few lengths n: two groups of four in three have no right response."""
+    return n % 8 == 1
+
+
+def often(n):
+    return n % 2 == 0
+
+
+def never(n):
+    return False
 
 
 class ScriptedSampler(Sampler):
@@ -39,11 +50,12 @@ class ScriptedSampler(Sampler):
     def _forward(self, cache, pieces):
         pass
 
-    def _decode(self, batch, steps, *_):
-        self.live += [len(batch.rows)] * steps
-        ends = lambda r, i: len(r.response_ids) + i + 1 == 1 + r.key % (BUDGET + 10)
-        rows = [[2 if ends(row.rollout, i) else 5 for i in range(steps)] for row in batch.rows]
-        return rows, [[0.0] * steps for _ in rows]
+    def _decode(self, scheduler, steps, step):
+        self.live += [len(scheduler.running)] * steps
+        rollouts = [row.rollout for row in scheduler.running]
+        left = [1 + r.key % (BUDGET + 10) - len(r.response_ids) for r in rollouts]
+        tokens = [[2 if i + 1 == n else 5 for i in range(steps)] for n in left]
+        return tokens, [[0.0] * steps for _ in tokens]
 
 
 class SlowGrader(LengthGrader):
@@ -57,7 +69,7 @@ class SlowGrader(LengthGrader):
 
 
 def steps_of(
-    monkeypatch, ranks, count, right=RARELY, grader=LengthGrader, every=1, slots=12, **changes
+    monkeypatch, ranks, count, right=rarely, grader=LengthGrader, every=1, slots=12, **changes
 ):
     """What `collect` returns in `count` steps; all ranks hold the same."""
     crew = Ranks(ranks)
@@ -97,15 +109,15 @@ def flat(group):
 
 def test_a_dropped_group_is_replaced_while_others_decode(monkeypatch):
     """Known fault: a round ran dry to its longest response before the next one started."""
-    in_hand, start = [], rollout.Collector.agree
+    in_hand, exchange = [], rollout.Collector.exchange
 
-    def agree(self):
-        rollouts = start(self)
+    def watched(self):
+        rollouts = exchange(self)
         if not self.over:
             in_hand.append(len(self.kept) + len(self.running))
         return rollouts
 
-    monkeypatch.setattr(rollout.Collector, "agree", agree)
+    monkeypatch.setattr(rollout.Collector, "exchange", watched)
     (step,) = steps_of(monkeypatch, 1, 1, over_sampling=2.0, max_refills=9, prompts_per_step=8)
     assert len(step.groups) == 8 and step.counts["refilled"] == sum(map(flat, step.finished)) > 3
     assert set(in_hand) == {16}
@@ -120,7 +132,7 @@ def test_no_slot_idles_while_groups_are_wanted_and_allowed(monkeypatch, over, gr
         max_response_tokens=BUDGET, prompts_per_step=10, over_sampling=over, group_size=group,
         max_refills=20,
     )  # fmt: skip
-    order, grader = DataOrder(50, 0), LengthGrader(RARELY)
+    order, grader = DataOrder(50, 0), LengthGrader(rarely)
     step = collect(sampler, grader, PROBLEMS, order, [], config, 0)
     assert len(step.groups) == 10 and step.counts["refilled"] > 5
     assert set(sampler.live) == {8} and len(sampler.live) == step.counts["decode_steps"]
@@ -129,7 +141,6 @@ def test_no_slot_idles_while_groups_are_wanted_and_allowed(monkeypatch, over, gr
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("refills, over", [(0, 1.0), (0, 1.5), (2, 1.0), (2, 1.5)])
 def test_the_groups_of_a_step_are_bounded(monkeypatch, ranks, refills, over):
-    never = lambda n: False
     (step,) = steps_of(monkeypatch, ranks, 1, never, max_refills=refills, over_sampling=over)
     at_a_time = {1.0: 5, 1.5: 8}[over]
     assert step.groups == [] and step.counts["finished"] == at_a_time * (1 + refills)
@@ -141,7 +152,10 @@ def test_groups_that_finish_first_are_kept_first(monkeypatch):
         monkeypatch, 1, 1, over_sampling=2.0, slots=100, partial_rollout=True,
         dynamic_sampling=False,
     )  # fmt: skip
-    longest = lambda g: min(BUDGET, max(1 + r.key % (BUDGET + 10) for r in g))
+
+    def longest(group):
+        return min(BUDGET, max(1 + r.key % (BUDGET + 10) for r in group))
+
     kept = max(map(longest, step.groups))
     assert all(longest(g) >= kept for g in step.unfinished)
 
@@ -160,10 +174,10 @@ def test_without_over_sampling_any_number_of_ranks_collects_the_same(monkeypatch
             assert x == y == z
 
 
-@pytest.mark.parametrize("looks", [256, 8])
+@pytest.mark.parametrize("exchanges", [256, 8])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_late_verdicts_change_nothing(monkeypatch, ranks, looks):
-    monkeypatch.setattr(rollout, "LOOKS", looks)
+def test_late_verdicts_change_nothing(monkeypatch, ranks, exchanges):
+    monkeypatch.setattr(rollout, "EXCHANGES", exchanges)
     options = dict(over_sampling=2.0, partial_rollout=True, every=3, max_refills=9, slots=7)
     prompt = steps_of(monkeypatch, ranks, 3, **options)
     late = steps_of(monkeypatch, ranks, 3, grader=SlowGrader, **options)
@@ -197,7 +211,8 @@ def test_a_new_group_goes_to_the_rank_with_the_fewest_running(monkeypatch):
     collector = Collector(None, None, None, None, None, running={0: 0, 1: 0, 2: 1, 3: 2, 4: 2})
     groups = [new_group(PROBLEMS[0], n, seed=0, step=0, size=2) for n in (5, 6, 7)]
     assert [collector.start(Group(g)) for g in groups] == [groups[0], [], groups[2]]
-    assert [collector.running[n] for n in (5, 6, 7)] == [1, 0, 1] and collector.busy == 2
+    assert [collector.running[n] for n in (5, 6, 7)] == [1, 0, 1]
+    assert list(collector.groups) == [5, 7] and collector.is_busy
 
 
 def test_a_rank_without_work_idles_in_the_count_of_steps(monkeypatch):
@@ -217,7 +232,6 @@ def test_an_interrupted_rank_stops_all(monkeypatch):
         return decode(self, *args)
 
     monkeypatch.setattr(ScriptedSampler, "_decode", interruptible)
-    never = lambda n: False
     (step,) = steps_of(monkeypatch, 3, 1, never, max_refills=1000, partial_rollout=True)
     assert step.counts["decode_steps"] <= 3 * 17 and step.unfinished
 
@@ -225,13 +239,13 @@ def test_an_interrupted_rank_stops_all(monkeypatch):
 # ---- nothing is lost
 
 # Ends are looked for every eighth step and with many slots, so several groups end at once.
-LATE = dict(right=OFTEN, every=8, slots=40, over_sampling=2.0, max_refills=9)
+LATE = dict(right=often, every=8, slots=40, over_sampling=2.0, max_refills=9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_with_partial_rollout_every_group_is_trained_or_dropped_once_or_waits(monkeypatch, ranks):
     """Known fault: 60 prompts on 8 ranks finished 64 groups and threw four away in every step."""
-    monkeypatch.setattr(rollout, "LOOKS", 4)
+    monkeypatch.setattr(rollout, "EXCHANGES", 4)
     steps = steps_of(monkeypatch, ranks, 6, partial_rollout=True, **LATE)
     ended = [g for step in steps for g in step.finished]
     waiting = steps[-1].unfinished
@@ -256,7 +270,7 @@ def test_the_buffer_is_first_in_first_out(monkeypatch):
         max_response_tokens=BUDGET, prompts_per_step=5, over_sampling=1.6, partial_rollout=True
     )
     sampler, order = ScriptedSampler(), DataOrder(50, 0)
-    step = collect(sampler, LengthGrader(OFTEN), PROBLEMS, order, buffer, config, 1)
+    step = collect(sampler, LengthGrader(often), PROBLEMS, order, buffer, config, 1)
     begun = [any(r.response_ids for r in g) for g in step.unfinished]
     assert any(begun) and not all(begun) and order.drawn == 0
     numbers = [g[0].group for g in step.unfinished]

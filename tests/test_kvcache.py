@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from helpers import flash_attn_stand_in
 from transformers import LlamaConfig
 
+from kernels import attention
+from kernels.attention import paged_kernel
 from model import Transformer, packed_attention
-from sampler import kvcache
-from sampler.kvcache import KVCache, paged_kernel
+from sampler.kvcache import KVCache
 
 V, HEADS, KV_HEADS, SIZE, PAGE = 48, 6, 2, 8, 4
 
@@ -194,10 +195,10 @@ def varlen_stand_in():
 def test_the_kernels_get_what_they_document(model, kernel, monkeypatch):
     # No GPU here: the stand-ins check arguments and page tables, not the kernels.
     if kernel == "flash_attn":
-        monkeypatch.setattr(kvcache, "find_spec", lambda name: True)
+        monkeypatch.setattr(attention, "find_spec", lambda name: True)
         monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in())
     else:
-        monkeypatch.setattr(kvcache, "varlen_attn", varlen_stand_in())
+        monkeypatch.setattr(attention, "varlen_attn", varlen_stand_in())
     session = Session(model)
     session.cache.kernel = paged_kernel.__wrapped__()
     session.extend({0: [1, 2, 3, 4, 5], 1: [6]})
@@ -208,7 +209,7 @@ def test_the_kernels_get_what_they_document(model, kernel, monkeypatch):
 
 
 def test_torch_without_page_tables_falls_back_to_plain_operations(monkeypatch):
-    monkeypatch.setattr(kvcache, "varlen_attn", lambda query, key, value, is_causal: None)
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value, is_causal: None)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(kvcache, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert paged_kernel.__wrapped__() is None

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-import model as model_file
+from kernels import attention, cpu_linear
 from model import Transformer, load_weights, packed_attention, segment_positions
 from rollout import Sampler
 
@@ -221,7 +221,7 @@ def test_float32_masters_with_bfloat16_activations(tmp_path):
 
 
 def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeypatch):
-    signature = inspect.signature(model_file.varlen_attn)
+    signature = inspect.signature(attention.varlen_attn)
 
     def on_cpu(*args, **kwargs):
         a = signature.bind(*args, **kwargs).arguments
@@ -233,15 +233,15 @@ def test_varlen_kernel_is_called_with_causal_masking_and_shared_kv_heads(monkeyp
         return torch.cat(out, 1).transpose(0, 1)
 
     on_cpu.__signature__ = signature
-    monkeypatch.setattr(model_file, "varlen_attn", on_cpu)
+    monkeypatch.setattr(attention, "varlen_attn", on_cpu)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    kernel = model_file.varlen_kernel.__wrapped__()
+    kernel = attention.varlen_kernel.__wrapped__()
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     expected = packed_attention(cu_seqlens, 5)(0, q, k, v)
     torch.testing.assert_close(kernel(q, k, v, cu_seqlens, 5), expected)
-    monkeypatch.setattr(model_file, "varlen_attn", lambda query, key, value, is_causal: None)
-    assert model_file.varlen_kernel.__wrapped__() is None  # torch 2.10 has no such arguments
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value, is_causal: None)
+    assert attention.varlen_kernel.__wrapped__() is None  # torch 2.10 has no such arguments
 
 
 def test_saved_checkpoints_are_those_of_transformers(tmp_path):
@@ -453,7 +453,7 @@ def test_ids_beyond_the_tokenizer_have_no_probability_in_trainer_and_sampler(tie
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_weights_compute_the_same_and_are_dropped(dtype, tied):
+def test_reordered_weights_compute_the_same_and_are_dropped(dtype, tied):
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=900, hidden_size=320, intermediate_size=512, num_hidden_layers=2,
@@ -468,28 +468,30 @@ def test_packed_weights_compute_the_same_and_are_dropped(dtype, tied):
     hidden = ours.model(ids, torch.arange(7), attend)
     exact = hidden.float() @ ours.head_weight.float().T
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    with ours.packed_weights():
-        packed = [m for m in ours.modules() if getattr(m, "packed", None) is not None]
-        assert len(packed) == 2 * 7 and ours.packed_head is not None
+    # Older CPUs multiply no bfloat16 by oneDNN; the head is multiplied in float32 everywhere.
+    can = dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    with ours.reordered_weights():
+        reordered = [m for m in ours.modules() if getattr(m, "reordered", None) is not None]
+        assert len(reordered) == 2 * 7 * can and ours.reordered_head is not None
         same = ours.model(ids, torch.arange(7), attend)
         torch.testing.assert_close(same, hidden, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(ours.logits(hidden), exact, atol=1e-4, rtol=1e-5)
-    assert all(m.packed is None for m in packed) and ours.packed_head is None
+    assert all(m.reordered is None for m in reordered) and ours.reordered_head is None
     torch.testing.assert_close(ours.logits(hidden), exact, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [8, 400])
-def test_matrices_that_onednn_does_not_multiply_here_are_not_packed(size, monkeypatch):
+def test_matrices_that_onednn_does_not_multiply_here_are_not_reordered(size, monkeypatch):
     """Transposed, bfloat16 decoded ten times slower on a CPU without it; large float64 raised."""
     matrix = torch.ones(size, size)
-    assert model_file.pack(matrix.double()) is None
+    assert cpu_linear.reorder(matrix.double()) is None
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert model_file.pack(matrix.bfloat16()) is None
-    assert model_file.pack(matrix) is not None
+    assert cpu_linear.reorder(matrix.bfloat16()) is None
+    assert cpu_linear.reorder(matrix) is not None
 
 
-def test_new_weights_after_packing_are_the_ones_that_count():
-    """A packed copy that outlived a step would sample from the old policy."""
+def test_new_weights_after_reordering_are_the_ones_that_count():
+    """A reordered copy that outlived a step would sample from the old policy."""
     torch.manual_seed(0)
     fields = {"hidden_size": 320, "intermediate_size": 512, "num_hidden_layers": 1}
     ours = Transformer(LlamaConfig(vocab_size=500, num_attention_heads=5, **fields))

@@ -396,11 +396,11 @@ def test_the_memory_of_a_machine_is_shared_by_the_ranks_on_it_alone(monkeypatch)
     config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1", "--offload=idle")
     says = lambda kind, here: plan.concern(MINICPM5_2B, config, torch.device(kind), 16, here)
     # On CPUs a rank, which needs 53 GB, has its share of the RAM.
-    monkeypatch.setattr(plan, "host_memory", lambda: 8 * 60 * GB)
+    monkeypatch.setattr(distributed, "host_memory", lambda: 8 * 60 * GB)
     assert says("cpu", 8) == "" and "52.7 GB of 30 at policy backward" in says("cpu", 16)
     # On GPUs, of the 57 GB that --offload parks on hosts, one holds what its own ranks park.
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
-    monkeypatch.setattr(plan, "host_memory", lambda: 30 * GB)
+    monkeypatch.setattr(distributed, "host_memory", lambda: 30 * GB)
     assert says("cuda", 8) == "" and "keeps 57.2 GB on the host" in says("cuda", 16)
 
 
@@ -423,6 +423,6 @@ def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
     assert verdict in capsys.readouterr().out and "does not fit" in verdict
     assert (tmp_path / "does-not/checkpoints/step_000001").exists()
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
-    monkeypatch.setattr(plan, "host_memory", lambda: 1e5)
+    monkeypatch.setattr(distributed, "host_memory", lambda: 1e5)
     begin("host", "--offload", "idle")
     assert "--offload idle keeps" in capsys.readouterr().err

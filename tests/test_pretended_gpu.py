@@ -18,6 +18,7 @@ import eval as evaluation
 import model as model_file
 import train
 from config import parse
+from kernels import attention
 from sampler import kvcache
 
 FEW = """--device cuda --eval-data= --steps 2 --num-critic-only-steps 0 --prompts-per-step 2
@@ -54,8 +55,8 @@ def kernels(monkeypatch):
     )
     functions = {name: unwatched(f) for name, f in vars(flash_attn_stand_in()).items()}
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(**functions))
-    monkeypatch.setattr(kvcache, "find_spec", lambda name: True)
-    monkeypatch.setattr(kvcache, "paged_kernel", kvcache.paged_kernel.__wrapped__)
+    monkeypatch.setattr(attention, "find_spec", lambda name: True)
+    monkeypatch.setattr(kvcache, "paged_kernel", attention.paged_kernel.__wrapped__)
     monkeypatch.setattr(model_file, "varlen_kernel", lambda: None)
 
 

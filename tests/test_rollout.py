@@ -22,11 +22,12 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 import distributed
 import rollout
 from data import DataOrder, Problem, Rollout, pack
+from kernels import attention
 from model import Transformer, head_size, packed_attention
 from rollout import Sampler, collect, has_signal
-from sampler import graphs, kvcache
-from sampler.sampling import GOLDEN, MASK64, Truncation, draw, mix, response_key, uniforms
-from sampler.scheduler import Batch
+from sampler import graphs
+from sampler.sampling import GOLDEN, MASK64, Truncation, mix, response_key, sample_token, uniforms
+from sampler.scheduler import Scheduler
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7, 8]]
 
@@ -35,9 +36,8 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [20], [5, 6, 7
 def model(random_tiny_model):
     model = Transformer.from_pretrained(random_tiny_model).requires_grad_(False)
     with torch.no_grad():
-        model.head_weight.mul_(
-            60
-        )  # init std 0.02 would be uniform: make the distribution one with shape
+        # An init std of 0.02 would be all but uniform: make the distribution one with shape.
+        model.head_weight.mul_(60)
     return model
 
 
@@ -61,11 +61,11 @@ def test_every_part_of_the_key_matters():
     assert len(keys) == 12
 
 
-def test_draw_follows_the_softmax_chi_square():
+def test_sampled_tokens_follow_the_softmax_chi_square():
     torch.manual_seed(0)
     logits, temperature, n = torch.randn(1, 12) * 2, 0.7, 40_000
     u = uniforms(torch.full((n,), response_key(0, 0, 0, 0)), torch.arange(n))
-    drawn, logprobs = draw(logits.expand(n, -1), temperature, u)
+    drawn, logprobs = sample_token(logits.expand(n, -1), temperature, u)
     expected = torch.softmax(logits[0].double() / temperature, 0) * n
     chi2 = ((torch.bincount(drawn, minlength=12) - expected) ** 2 / expected).sum()
     assert chi2 < 31.3  # 0.999 quantile with 11 degrees of freedom
@@ -73,10 +73,10 @@ def test_draw_follows_the_softmax_chi_square():
     assert torch.allclose(logprobs.double(), oracle, atol=1e-6)
 
 
-def test_draw_never_takes_a_token_of_probability_zero():
+def test_a_token_of_probability_zero_is_never_sampled():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     u = torch.tensor([0.0, 0.49999, 0.50001, 1 - 2.0**-52], dtype=torch.float64)
-    drawn, _ = draw(logits.expand(4, -1), 1.0, u)
+    drawn, _ = sample_token(logits.expand(4, -1), 1.0, u)
     assert drawn.tolist() == [1, 1, 3, 3]
 
 
@@ -98,7 +98,7 @@ def test_truncation_keeps_the_tokens_that_transformers_keeps(truncation, warper)
     assert torch.equal(kept, warper(None, logits).isfinite())
     n = 3000
     u = uniforms(torch.arange(n), torch.zeros(n, dtype=torch.long))
-    drawn, logprobs = draw(LOGITS.expand(n, -1), 1.0, u, truncation)
+    drawn, logprobs = sample_token(LOGITS.expand(n, -1), 1.0, u, truncation)
     assert set(drawn.tolist()) == set(kept[0].nonzero().flatten().tolist())
     # What is stored is the probability under the whole softmax, whatever was left out.
     assert torch.equal(logprobs, LOGITS.log_softmax(-1)[0, drawn])
@@ -185,16 +185,20 @@ def test_recorded_decode_steps_give_the_tokens_of_the_plain_loop(model, plain, m
     # No GPU here: a "recording" runs its function again, on the same buffers, and the kernel is a
     # stand-in. What is tested is all around them: padding, page tables, a pool that stays.
     recorded, caches, padding = [], [], set()
-    record = lambda function, pool: recorded.append(function) or function
+
+    def record(function, pool):
+        recorded.append(function)
+        return function
+
     monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(kvcache, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in())
     monkeypatch.setattr(Sampler, "_needed_for_graphs", lambda self: "")
     new, load = Sampler._new_cache, graphs.Recorded.load
 
     def paged(*args):
         cache = new(*args)
-        cache.kernel = kvcache.paged_kernel.__wrapped__()
+        cache.kernel = attention.paged_kernel.__wrapped__()
         caches.append((cache, cache.keys[0]))
         return cache
 
@@ -250,20 +254,21 @@ def test_a_diverged_policy_is_named_and_no_index_runs_out_of_range(model, value)
         Sampler(broken, [2, 3]).generate([[5, 6, 7]], max_new_tokens=4)
 
 
-def check_books(batch):
+def check_pages(scheduler):
     """Every page has as many users as rows and prompts hold it, and a row writes to its own."""
-    cache = batch.cache
-    held = Counter(p for t in [*(r.pages for r in batch.rows), *batch.prompts.values()] for p in t)
+    cache, rows = scheduler.cache, scheduler.running
+    tables = [*(row.pages for row in rows), *scheduler.prompts.values()]
+    held = Counter(page for pages in tables for page in pages)
     assert cache.users == [1] + [held[p] for p in range(1, len(cache.users))]
     assert sorted(cache.free) == [p for p, users in enumerate(cache.users) if not users]
     assert len(cache.users) <= cache.max_pages + 1
-    for row in batch.rows:
+    for row in rows:
         assert all(cache.users[p] == 1 for p in row.pages[row.stored // cache.page :])
         assert row.stored // cache.page < len(row.pages)
     for kind in (lambda users: users == 1, lambda users: users > 1):  # no gaps are read, or few
         pages = [p for p, users in enumerate(cache.users) if kind(users)]
         assert not pages or pages[-1] - pages[0] < 1.25 * len(pages)
-    assert +batch.waiting == Counter(id(r.problem) for r in batch.queue)
+    assert +scheduler.waiting == Counter(id(r.problem) for r in scheduler.queue)
 
 
 def random_history(model, rng, answers):
@@ -308,16 +313,21 @@ def random_history(model, rng, answers):
             budget,
             1.0,
             on_finish=lambda r, ended=ended: ended.append(rng.random() < 0.1),
-            feed=lambda ended=ended: None if any(ended) else (),
+            next_rollouts=lambda ended=ended: None if any(ended) else (),
         )
     return rollouts, sampler.counts["preempted"]
 
 
 @torch.no_grad()
 def test_no_history_of_stops_and_preemptions_changes_a_token_or_loses_a_page(model, monkeypatch):
-    monkeypatch.setattr(
-        Batch, "view", lambda batch, view=Batch.view: (view(batch), check_books(batch))[0]
-    )
+    view = Scheduler.view
+
+    def checked(scheduler):
+        result = view(scheduler)
+        check_pages(scheduler)
+        return result
+
+    monkeypatch.setattr(Scheduler, "view", checked)
     preempted = 0
     for seed in range(12):
         answers = {}
@@ -454,7 +464,11 @@ def test_an_interrupted_response_goes_on_as_if_nothing_had_happened(model):
     rounds = 0
     while any(not r.finished for r in rollouts):
         ended = []  # stop at the first
-        sampler.run(rollouts, 20, 1.0, ended.append, feed=lambda ended=ended: None if ended else ())
+
+        def next_rollouts(ended=ended):
+            return None if ended else ()
+
+        sampler.run(rollouts, 20, 1.0, ended.append, next_rollouts=next_rollouts)
         rounds += 1
     assert rounds > 2
     assert tokens(rollouts) == tokens(wanted)
@@ -638,10 +652,13 @@ def test_without_partial_rollout_the_surplus_is_dropped(model):
 
 
 def test_evaluation_is_the_same_every_time_and_in_order(model):
-    run = lambda slots: rollout.evaluate(
-        Sampler(model, [2, 3, 4], slots=slots, tokenizer=WordTokenizer()), LengthGrader(), PROBLEMS,
-        samples=3, max_new_tokens=24, temperature=1.0, think="auto", seed=0,
-    )  # fmt: skip
+    def run(slots):
+        sampler = Sampler(model, [2, 3, 4], slots=slots, tokenizer=WordTokenizer())
+        return rollout.evaluate(
+            sampler, LengthGrader(), PROBLEMS,
+            samples=3, max_new_tokens=24, temperature=1.0, think="auto", seed=0,
+        )  # fmt: skip
+
     first, second = run(4), run(64)
     assert [g[0].problem.id for g in first] == [p.id for p in PROBLEMS]
     assert [tokens(g) for g in first] == [tokens(g) for g in second]
@@ -651,9 +668,11 @@ def test_the_benchmark_of_long_tails_drives_the_real_collection(monkeypatch):
     """So that a change of `collect` cannot leave it behind."""
     from benchmarks import tail
 
-    for name, value in {"STEPS": 2, "PROMPTS": 3, "CAP": 20, "SLOTS": 8}.items():
+    for name, value in {"STEPS": 2, "PROMPTS": 3, "CAP": 100, "SLOTS": 8}.items():
         monkeypatch.setattr(tail, name, value)
-    for mode in tail.MODES:
-        shares = tail.measure(mode)
+    shares_of = {mode: tail.measure(mode) for mode in tail.MODES}
+    for shares in shares_of.values():
         parts = [shares[part] for part in ("trained", "later", "thrown away", "idle")]
         assert sum(parts) == pytest.approx(1) and min(parts) > -1e-9 and shares["trained"] > 0
+    idle = {mode: shares["idle"] for mode, shares in shares_of.items()}
+    assert idle["static batches"] > idle["continuous batching"]
