@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
 # A collective may wait for the rank with the longest rollout, an hour and more at 128k tokens. The
 # launcher watches the processes and finds dead ranks, so this limit only matters for hung ones.
@@ -64,6 +65,14 @@ def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:
         print(*args, flush=True, **kwargs)
+
+
+def progress_bar(things: Iterable | None = None, what: str = "", **options: Any) -> tqdm:
+    """A tqdm bar on rank 0 alone, and only where a terminal shows it: a log file would fill with
+    its redraws. options: of tqdm, such as `total` without things.
+    """
+    # disable=None is tqdm's way to ask whether stderr is a terminal.
+    return tqdm(things, what, disable=rank() > 0 or None, **options)
 
 
 @contextmanager
