@@ -241,7 +241,23 @@ def test_every_target_of_the_makefile_runs_what_exists():
 
 
 def documents():
-    return [p for p in tracked() if p.suffix == ".md" and p.parts[0] in ("README.md", "docs")]
+    return [p for p in tracked() if p.suffix == ".md"]
+
+
+def anchors(path):
+    """The fragments that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_every_link_of_the_documents_leads_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / path).read_text()):
+        if not re.match(r"https?:", link):
+            file, _, anchor = link.partition("#")
+            target = (ROOT / path).parent / file if file else ROOT / path
+            assert target.exists(), f"{path}: {link}"
+            assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("path", documents(), ids=str)
