@@ -35,7 +35,7 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s, from t
 
 
 class Case:
-    """One load for both contenders: `prompts` x `n` responses on `slots` slots."""
+    """One load for all contenders: `n` responses to each of `prompts` prompts on `slots` slots."""
 
     def __init__(self, name, model, *, prompts, n, slots, prompt, new, stops, device):
         self.name, self.n, self.slots, self.new = name, n, slots, new
@@ -96,7 +96,7 @@ class Case:
         """Their continuous batching over as many requests as one static batch has rows."""
         rows, settings = self.rows(round_)
         sizes = {"return_logprobs": True}
-        if self.device == "cpu":  # what it chooses by itself takes minutes here
+        if self.device == "cpu":  # with the sizes it chooses by itself it takes minutes here
             pages = self.slots * (-(-(len(rows[0]) + self.new) // 256) + 1)
             sizes |= dict(num_blocks=pages, max_batch_tokens=4096, use_cuda_graph=False,
                           max_requests_per_batch=self.slots)  # fmt: skip

@@ -4,9 +4,9 @@
     python -m benchmarks.tail --zero-variance 0.6 --ranks 8
 
 The project's own `collect` and `Sampler` run; only the model is left out. Each response stops at a
-length drawn for its random key: lognormal, mean 10,000 and at most 128,000 tokens, both divided by
-64 so that minutes suffice. --zero-variance: share of the problems whose responses are all right, so
-that their groups are dropped. --ranks: as many processes share the slots.
+length that follows from its random key: lognormal, mean 10,000 and at most 128,000 tokens, both
+divided by 64 so that minutes suffice. --zero-variance: share of the problems whose responses are
+all right, so that their groups are dropped. --ranks: number of ranks that share the slots.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class ScriptedSampler(Sampler):
 
 
 class Grader:
-    """Responses to a problem with the label "easy" are right, those to others by turns."""
+    """All responses to a problem with the label "easy" are right, every second one to others."""
 
     def __init__(self):
         self.graded = Counter()
@@ -135,9 +135,9 @@ def lengths(groups):
 
 
 def measure(name, zero_variance=0.0, ranks=1):
-    """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one.
+    """Shares of all slot-steps over STEPS training steps, and the rows alive in the last step.
 
-    The slots are spread over so many ranks, threads that exchange what processes would.
+    The slots are spread over `ranks` ranks, threads that exchange what processes would.
     """
     fields = dict(
         prompts_per_step=PROMPTS, group_size=GROUP, max_refills=8, dynamic_sampling=True, seed=0,
@@ -165,7 +165,7 @@ def measure(name, zero_variance=0.0, ranks=1):
     engine.Scheduler = Scheduler
     rollout.distributed = groups.distributed = distributed
     steps = results[0][0]  # the same on every rank
-    # In a step a rank that has nothing to decode waits for the one with the most decode steps.
+    # A rank that has nothing more to decode in a step waits for the one with the most steps.
     live = []  # for each step and decode step: rows alive on all ranks together
     for step in range(STEPS):
         by_rank = [rows[step] for _, rows in results]
@@ -220,9 +220,9 @@ def main():
     parser = argparse.ArgumentParser(description="Where slot-steps go when responses are long.")
     parser.add_argument(
         "--zero-variance", type=float, nargs="+", default=[0.0, 0.5], metavar="SHARE",
-        help="share of the problems without signal, a table each; the last one is drawn",
+        help="shares of problems without signal, a table for each; the figure shows the last",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, help=f"that share the {SLOTS} slots")
+    parser.add_argument("--ranks", type=int, default=1, help=f"ranks that share {SLOTS} slots")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for share in options.zero_variance:

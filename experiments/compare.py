@@ -397,7 +397,7 @@ def as_text(table: list[dict], reference: str | None) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def draw(table: list[dict], path: Path, reference: str) -> None:
+def draw_curves(table: list[dict], path: Path, reference: str) -> None:
     """Above: accuracy over sampled tokens; below: its paired difference to `reference`."""
     from matplotlib.figure import Figure
 
@@ -434,7 +434,7 @@ def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> Non
         text = as_text(table, reference)
         (root / f"{name}.md").write_text(text)
         if reference:
-            draw(table, root / f"{name}.png", reference)
+            draw_curves(table, root / f"{name}.png", reference)
         print(text)
 
 

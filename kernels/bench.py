@@ -162,7 +162,9 @@ def extra_memory(case: Case, size: tuple[int, int, int], device: str, backward: 
 
 
 def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool) -> None:
-    """What that process does. Linux only: there it can read and reset the peak of its memory."""
+    """What the fresh process of `extra_memory` does. Linux only: a process can read and reset the
+    peak of its memory there.
+    """
 
     def status(key: str) -> int:
         line = next(x for x in open("/proc/self/status") if x.startswith(key))
@@ -180,7 +182,7 @@ def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool
 def check(device: str) -> None:
     """Compare what "auto" picks with float64 (CPU) or float32 products (CUDA); stop if it is wrong.
 
-    All logits are lowered by 10 and V is no multiple of a tile: columns beyond V would show.
+    All logits are lowered by 10 and V is not a multiple of a tile, so columns beyond V would show.
     """
     M, D = (2049, 2048) if device == "cuda" else (257, 64)
     exact = torch.float32 if device == "cuda" else torch.float64

@@ -50,9 +50,10 @@ def test_the_pretended_gpu_refuses_what_cuda_refuses(monkeypatch):
 @pytest.fixture
 def kernels(monkeypatch):
     """Stand-ins for flash-attn where pages are read; the functions themselves are not watched."""
-    unwatched = lambda function: (
-        lambda *args, **kwargs: up(function(*tree_map(down, args), **tree_map(down, kwargs)))
-    )
+
+    def unwatched(function):
+        return lambda *args, **kwargs: up(function(*tree_map(down, args), **tree_map(down, kwargs)))
+
     functions = {name: unwatched(f) for name, f in vars(flash_attn_stand_in()).items()}
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(**functions))
     monkeypatch.setattr(attention, "find_spec", lambda name: True)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,10 +183,10 @@ def launch(tmp_path, body):
         f"import os, signal, sys, time, traceback; sys.path.insert(0, {str(ROOT)!r})\n"
         "import distributed\n"
         "distributed.launch(2)\n"
-        "distributed.init('cpu')\n"
-        "distributed.barrier()\n"
-        "begun, rank = time.time(), distributed.rank()\n"
-        "print(begun, flush=True) if rank == 0 else None\n" + body
+        "with distributed.joined('cpu'):\n"
+        "    distributed.barrier()\n"
+        "    begun, rank = time.time(), distributed.rank()\n"
+        "    print(begun, flush=True) if rank == 0 else None\n" + textwrap.indent(body, "    ")
     )
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -217,7 +218,7 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
         "try:\n"
         "    if rank == 1: raise RuntimeError('the cause')\n"
         "    distributed.barrier()\n"
-        "except Exception: distributed.leave(traceback.format_exc())\n"
+        "except Exception: distributed.exit_with(traceback.format_exc())\n"
     )
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
