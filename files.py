@@ -141,10 +141,15 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Text of each token; joined, they are the text of all. A character spread over several tokens
     belongs to the last of them, and the others are empty.
     """
-    texts, start, read = [], 0, 0  # ids[start:read] is context: a token may lose its space alone
-    decode = lambda part: tokenizer.decode(part, skip_special_tokens=False)
+
+    def decode(part: Sequence[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=False)
+
+    # ids[start:read] is context: decoded without it, a token may lose its leading space.
+    texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         before, now = decode(ids[start:read]), decode(ids[start:end])
+        # U+FFFD: the bytes so far do not make a character.
         whole = end == len(ids) or not now.endswith("\ufffd")
         texts.append(now[len(before) :] if whole else "")
         if whole:
