@@ -141,8 +141,11 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Text of each token; joined, they are the text of all. A character spread over several tokens
     belongs to the last of them, and the others are empty.
     """
+
+    def decode(part: Sequence[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=False)
+
     texts, start, read = [], 0, 0  # ids[start:read] is context: a token may lose its space alone
-    decode = lambda part: tokenizer.decode(part, skip_special_tokens=False)
     for end in range(1, len(ids) + 1):
         before, now = decode(ids[start:read]), decode(ids[start:end])
         whole = end == len(ids) or not now.endswith("\ufffd")

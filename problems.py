@@ -188,10 +188,12 @@ def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
 
 def is_prompt(value: Any) -> bool:
     """Text, or chat messages with role and content."""
-    text = lambda x: isinstance(x, str)
-    messages = isinstance(value, list) and all(isinstance(m, dict) for m in value)
-    return text(value) or (
-        messages and all(text(m.get("role")) and text(m.get("content")) for m in value)
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(
+        isinstance(message, dict) and isinstance(message.get(key), str)
+        for message in value
+        for key in ("role", "content")
     )
 
 
