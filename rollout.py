@@ -17,6 +17,7 @@ from tqdm import tqdm
 import distributed
 from config import Config
 from data import DataOrder, Problem, Rollout
+from distributed import progress_bar
 from rewards import has_format
 from sampler.engine import Sampler
 from sampler.groups import Grader, Group, evaluate, new_group, sample_groups
@@ -251,7 +252,7 @@ def collect(
 
     sampler.counts.clear()
     options = {"total": config.prompts_per_step, "unit": "group", "leave": False}
-    with distributed.progress_bar(what=f"step {step + 1} rollout", **options) as progress:
+    with progress_bar(what=f"step {step + 1} rollout", **options) as progress:
         collector = Collector(sampler, grader, config, next_group, progress)
         sampler.run(
             [],

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 import distributed
 from data import Problem, Rollout
+from distributed import progress_bar
 from sampler.engine import Sampler
 from sampler.sampling import Truncation, response_key
 
@@ -77,7 +78,7 @@ def evaluate(
     groups = [new_group(p, p.index, seed=seed, step=-1, size=samples) for p in problems]
     mine = groups[distributed.rank() :: distributed.world_size()]
     options = {"total": len(mine), "unit": "problem", "leave": False}
-    with distributed.progress_bar(what="evaluation", **options) as progress:
+    with progress_bar(what="evaluation", **options) as progress:
         sample_groups(
             sampler, grader, mine, max_new_tokens=max_new_tokens, temperature=temperature,
             think=think, truncation=truncation, progress=progress,
