@@ -325,6 +325,7 @@ def number(value: Value) -> Expr:
     raise Unreadable(f"arithmetic with a {type(value).__name__.lower()}")
 
 
+# There is no record for a difference or a quotient: a - b is a + (-1) b, a/b is a times Inv(b)
 def times(*factors: Value) -> Expr:
     """The product, with plain numbers kept plain: -3 is Num(-3)."""
     left = [factor for factor in map(number, factors) if factor != ONE]
