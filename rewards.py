@@ -101,6 +101,7 @@ def well_formed(response: str, label: str = "", think: str = "auto") -> Verdict:
         return Verdict(False, "tags", None)
     thought, _, final = response.rpartition("</think>")
     before, _, thought = thought.rpartition("<think>")
+    # Text before <think> would be a thought outside of the tags
     if before.strip() or (think != "none" and not thought.strip()):
         return Verdict(False, "tags", None)
     if len(verify.BOX.findall(final)) > 1:
@@ -112,6 +113,7 @@ def well_formed(response: str, label: str = "", think: str = "auto") -> Verdict:
 # --- instruction ----------------------------------------------------------------------------------
 
 MAX_TEXT = 100_000  # characters
+# 1,000 and 3.5 are one word each, and so are don't and well-known
 WORD = re.compile(r"\d+(?:[.,]\d+)+|\w+(?:['’-]\w+)*")
 
 
@@ -128,6 +130,7 @@ COUNTED = {
     "paragraphs": lambda text: len([p for p in re.split(r"\n[ \t]*\n", text) if p.strip()]),
     "bullets": matches(r"^[ \t]*[-*•] +\S"),
     "headings": matches(r"^#{1,6} +\S"),
+    # A and I are capitals in any text
     "capital_words": lambda text: sum(w.isupper() and len(w) > 1 for w in WORD.findall(text)),
     "numbers": matches(r"(?<![\w.,])\d+(?:[.,]\d+)*(?!\w)"),
 }
@@ -179,6 +182,7 @@ def readable(text: str) -> str:
 
 def is_filler(text: str) -> bool:
     """Some 50 words in a row hold fewer than 10 different ones."""
+    # A window of 50 words slides along, so that filler after a real beginning is found too
     words = WORD.findall(text.lower())
     seen = collections.Counter(words[:50])
     for old, new in zip(words, words[50:], strict=False):
@@ -252,6 +256,7 @@ def passes(output: str, expected: Any, function: str | None) -> bool:
     if function is None:
         return lines_of(output) == lines_of(expected)
     try:
+        # The last line: a program may print as well, but the runner prints the result after it
         return json.loads(output.rstrip("\n").rpartition("\n")[2]) == expected
     except (ValueError, RecursionError):
         return False
@@ -263,9 +268,11 @@ def run_test(source: str, function: str | None, argument: Any, seconds: float) -
         if _child.process is None:
             script = os.path.abspath(sandbox.__file__)
             # A fixed hash seed, or the order of sets would make verdicts change on repetition
+            # -P -s -S: nothing but the standard library. Of the environment nothing gets in
             command, env = [sys.executable, "-P", "-s", "-S", script], {"PYTHONHASHSEED": "0"}
             _child.start(command, env, cwd="/", stderr=subprocess.DEVNULL)
         request = json.dumps([source, function, argument, seconds]).encode() + b"\n"
+        # The sandbox itself ends a test after 3 times its seconds; 5 s more, and it must be stuck
         reply = _child.exchange(request, time.monotonic() + 3 * seconds + 5)
         return tuple(json.loads(reply))
     except BaseException:  # after a lost reply the next one would be taken for this test's
@@ -314,6 +321,7 @@ def program(response: str, label: str, think: str = "auto") -> Verdict:
         found = list(outcomes(source, tests))
     passed, total = found.count("ok"), len(tests["outputs"])
     reason = next((outcome for outcome in found if outcome != "ok"), "ok")
+    # Of all tests: one that was not reached counts as failed
     score = passed / total if tests.get("score") == "fraction" else float(passed == total)
     return PartVerdict(passed == total, reason, None, score)
 
@@ -330,6 +338,7 @@ def require(condition: Any, sentence: str) -> None:
 def check_bounds(name: str, bounds: Any) -> None:
     """ValueError unless bounds are [least, most]: integers or null, not both null, in order."""
     numbers = [b for b in bounds if b is not None] if isinstance(bounds, list) else []
+    # type() and not isinstance(), which takes true for an integer
     ordered = numbers == sorted(numbers) and all(type(n) is int and n >= 0 for n in numbers)
     good = numbers and len(bounds) == 2 and ordered
     require(good, f"{name} takes [least, most], integers or null, not {bounds!r}")
@@ -390,6 +399,7 @@ def check_code(label: dict[str, Any]) -> None:
 
 def text_label(label: Any) -> str:
     """A label that is one text or number."""
+    # An empty cell of a table arrives as NaN
     value = not isinstance(label, (list, dict)) and str(label).strip().lower() != "nan"
     require(value, f"a label is one text or number, not {label!r}")
     return str(label)
