@@ -42,6 +42,7 @@ THINK_TAGS = ["<think>", "</think>"]
 WORDS = ["system", "user", "assistant", "\n", " ", "=", "\\boxed{", "}", *string.digits]
 WORDS += [f"{sign}{digit}" for sign in "+-" for digit in string.digits]
 WORDS += [f" {label}:" for label in LABELS]
+# The last alternative takes any other character, so that no text fails
 PIECES = r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]"  # how text is cut into words
 RESPONSE = re.compile(r"<think>(?: [a-z]:\d[+-]\d=\d)+</think>\\boxed\{(\d)\}")
 CHAT_TEMPLATE = (
@@ -199,10 +200,12 @@ def fit(model, batches: Iterable, rates: Sequence[float], stage, target_loss=Non
 
     Raises SystemExit when the target is missed: a base model that cannot add is useless."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    # A running mean over some 20 updates. It starts high, so that one lucky batch ends no stage
     running, bar = 1.0, tqdm(rates, desc=stage)
     for rate, (input_ids, labels) in zip(bar, batches, strict=False):
         optimizer.param_groups[0]["lr"] = rate
         logits = model(input_ids).logits[:, :-1]
+        # Position t predicts token t + 1; cross_entropy wants the vocabulary in dimension 1
         loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -220,7 +223,9 @@ def fit(model, batches: Iterable, rates: Sequence[float], stage, target_loss=Non
 def measure(model, tokenizer, problems, samples):
     """Print accuracy by number of steps, format and lengths; `samples` 0 means greedy decoding."""
     chats = [chat_prompt(tokenizer, p["prompt"]) for p in problems]
+    # On the left, so that every row goes on from its last column
     inputs = tokenizer(chats, return_tensors="pt", padding=True, padding_side="left")
+    # top_k 0, or a default of transformers may cut off the tail of the distribution
     sampling = dict(do_sample=True, top_k=0, num_return_sequences=samples)
     how = sampling if samples else dict(do_sample=False)
     output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **how)
