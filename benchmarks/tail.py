@@ -46,6 +46,7 @@ MODES = {
 
 def length_of(key):
     """Length of the response with this random key."""
+    # The mean of a lognormal is exp(mu + sigma^2 / 2); this is its mu
     mean = math.log(10_000 / SCALE) - SIGMA**2 / 2
     return min(CAP, max(1, round(random.Random(key).lognormvariate(mean, SIGMA))))
 
@@ -108,8 +109,10 @@ class Ranks:
         return self.own.rank
 
     def gather(self, objects):
+        # As bytes, as between processes: ranks must not share objects
         self.sent[self.rank()] = pickle.dumps(objects)
         self.barrier.wait()
+        # The second barrier keeps `sent` as it is until all have read it
         joined = [item for part in self.sent for item in pickle.loads(part)]
         self.barrier.wait()
         return joined
@@ -122,6 +125,7 @@ class Ranks:
             try:
                 return work(rank)
             except BaseException:
+                # Or the other ranks would wait for this one until the time-out
                 self.barrier.abort()
                 raise
 
@@ -193,6 +197,7 @@ def draw_figure(results, zero_variance, file):
     import matplotlib
 
     matplotlib.use("svg")
+    # Without a fixed salt the ids, and so the file, differ every time
     matplotlib.rcParams["svg.hashsalt"] = "tail"
     import matplotlib.pyplot as plt
 
