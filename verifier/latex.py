@@ -291,6 +291,7 @@ class Parser:
     def answer(self) -> Value:
         """All tokens as one value."""
         value = self.listed(spread=True)
+        # A tail that is silently dropped lets 4\sqrt(2) pass for 4
         if self.peek().kind != "end":
             raise Unreadable(f"{self.peek().text!r} is not expected")
         return value
@@ -384,6 +385,7 @@ class Parser:
             return value
         unit = self.unit()
         if currency:
+            # \$5 dollars is one unit twice, \$5 cents is not
             if unit not in (None, ((currency, 1),)):
                 raise Unreadable("two units")
             unit = ((currency, 1),)
@@ -561,10 +563,12 @@ class Parser:
             period = self.raw()
             if not re.fullmatch(r"\d{1,200}", period, re.ASCII):
                 raise Unreadable("a repeating part that is not digits")
+            # A period p of k digits is p / (10^k - 1), shifted by the decimals before it
             repeated = Fraction(int(period), 10 ** len(period) - 1)
             return Num(exact(digits) + repeated / 10 ** len(digits.split(".")[1]))
         if self.accept("_"):
             return based(digits, self.raw())
+        # 0.(3) would be read as 0 times 3
         if digits.endswith(".") and following == "(":
             raise Unreadable("a decimal point before a bracket")
         # 1\frac{4}{5} is a sum, while 1\frac{x}{5} is a product
