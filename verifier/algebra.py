@@ -331,6 +331,7 @@ class Evaluator:
         value = self.value(expr.inner)
         if isinstance(value, Fraction):
             return Fraction(math.floor(value))
+        # A number this large keeps too few bits after the point to tell what its floor is
         if isinstance(value, MP.mpc) or (value != 0 and MP.mag(value) > self.bits // 2):
             raise NoValue("the floor of this number")
         nearest = MP.nint(value)  # sqrt(2) sqrt(8) may be 3.99...9
@@ -492,6 +493,7 @@ def is_name(side: Value) -> bool:
 
 def is_closed(side: Value) -> bool:
     """Whether the side is a number without unknowns."""
+    # f(2) holds no symbol, but is an unknown itself
     return isinstance(side, (Expr, Unit)) and not isinstance(side, App) and not symbols(side)
 
 
@@ -644,6 +646,7 @@ def same(a: Value, b: Value) -> bool:
         return letters(a) == letters(b) is not None
     if isinstance(a, (Expr, Unit)) and isinstance(b, (Expr, Unit)):
         return same_number(a, b)
+    # Before sets and tuples, which may stand for points and intervals
     if Reals in kinds:
         return same_reals(pieces_of(a), pieces_of(b))
     if kinds & {List, Set}:
