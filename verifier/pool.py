@@ -128,6 +128,7 @@ class Child:
             self.exchange(b"", time.monotonic() + START_SECONDS)
         except (TimeoutError, EOFError):
             self.stop()
+            # An error and not a verdict, or every reward of the run would be 0
             raise RuntimeError(
                 f"a verifier worker does not start; run `{' '.join(command)}` to see why"
             ) from None
@@ -161,6 +162,7 @@ class Child:
                 data = data[os.write(stdin, data[: 1 << 16]) :]
                 if not data:
                     poll.unregister(stdin)
+            # The end of the process shows as readable with nothing to read
             if stdout in ready:
                 chunk = os.read(stdout, 1 << 16)
                 if not chunk:
