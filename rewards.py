@@ -81,6 +81,7 @@ def choice(response: str, label: str, think: str = "auto") -> Verdict:
         return Verdict(False, found.status, found.answer)
     letters = {letter(text) for text in (found.answer, *found.others)}
     wanted = letter(label)
+    # Whatever is not a letter is None, and None must not match None
     correct = wanted is not None and letters == {wanted}
     reason = "ok" if correct else "wrong" if len(letters) == 1 else "hedge"
     return Verdict(correct, reason, found.answer)
@@ -126,6 +127,7 @@ def matches(pattern: str, flags: re.RegexFlag = re.MULTILINE) -> Callable[[str],
 # What is counted; the argument is [least, most], with null for no bound.
 COUNTED = {
     "words": lambda text: len(WORD.findall(text)),
+    # Neither 3.5 nor example.com ends a sentence
     "sentences": matches(r"[.!?]+[\"'”’)]*(?=\s|\Z)"),
     "paragraphs": lambda text: len([p for p in re.split(r"\n[ \t]*\n", text) if p.strip()]),
     "bullets": matches(r"^[ \t]*[-*•] +\S"),
@@ -136,6 +138,7 @@ COUNTED = {
 }
 # The argument is {text: [least, most]}.
 OCCURRENCES = {
+    # Not \b, which finds no end in C++
     "include": lambda text, word: matches(rf"(?<!\w){re.escape(word)}(?!\w)", re.I)(text),
     "characters": lambda text, part: text.lower().count(part.lower()),
 }
