@@ -45,6 +45,7 @@ WORDS += [f" {label}:" for label in LABELS]
 # The last alternative takes any other character, so that no text fails
 PIECES = r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]"  # how text is cut into words
 RESPONSE = re.compile(r"<think>(?: [a-z]:\d[+-]\d=\d)+</think>\\boxed\{(\d)\}")
+# The template ends before <think>: the model writes it
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -124,6 +125,7 @@ def make_tokenizer(words=WORDS, pieces=PIECES):
     vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + THINK_TAGS + words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+    # The words hold their own spaces; without this decoder there would be more between them
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
     # Think tags are not special: decoding with skip_special_tokens must keep them.
