@@ -172,6 +172,7 @@ def with_pi(rng: random.Random) -> Case:
     same = rf"""{a}+\frac{{{p}\pi}}{{{q}}} ;; {a}+{p}\pi/{q} ;; {share}π+{a} ;; {a}+{p}π/{q}
         {a}+\frac{{\pi}}{{{q}}}\cdot {p} ;; {a}+\frac{{{p * 2}}}{{{q * 2}}}\pi ;; r={a}+{share}\pi
         {a}+{p}\arccos(-1)/{q} ;; {a}+{p * 2}\arcsin(1)/{q}"""
+    # Decimals and 22/7 are near pi and are not pi
     edits = rf"""{a}+{share} ;; {a}-{share}\pi ;; {value:.2f} ;; {value:.14f} ;; {a}+{share}\pi^2
         {a}+\frac{{{p * 22}}}{{{q * 7}}} ;; {a}+{frac(p + 1, q)}\pi ;; {a}+{share}\pi x
         {a + 1}+{share}\pi"""
@@ -184,6 +185,7 @@ def big(rng: random.Random) -> Case:
         {f}\cdot {f - 1}! \cdot {base}^{{{n}}}
         {base * base}^{{{n // 2}}} \cdot {base ** (n % 2)} \times {f}! ;; {base}^{n} \cdot {f}!
         \frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}} ;; {base}^{{{n}}}\cdot {math.factorial(f)}"""
+    # Numbers of up to 400 digits, of which float64 cannot tell n from n + 1
     edits = rf"""{base}^{{{n - 1}}} \cdot {f}! ;; {base}^{{{n}}} \cdot {f + 1}! ;; {base}^{{{n}}}
         {f}!
         {base}^{{{n}}} \cdot {f}! + 1 ;; \frac{{{f}!}}{{{base}^{{{n}}}}}
@@ -201,6 +203,7 @@ def quantity(rng: random.Random) -> Case:
         {n}\mbox{{ {long}}}{power} ;; {n}.0 \text{{ {word}{long}}}
         x = {n} \text{{ {unit}}}{power}
         {n * 3}/3\ \text{{{unit}}}{power}"""
+    # Units are never converted
     edits = rf"""{n}\text{{ {other}}}{power} ;; {n + 1}\text{{ {unit}}}{power} ;; {n + 1} ;; -{n}
         {n}\text{{ {unit}}}^4 ;; {n} \% ;; {n}^\circ ;; {n} x"""
     return Case(rf"{n}\text{{ {unit}}}{power}", same, edits)
@@ -209,6 +212,7 @@ def quantity(rng: random.Random) -> Case:
 def angle_percent_money(rng: random.Random) -> Case:
     # Not 90, because 180 - n is an edit
     n, c = rng.choice([n for n in range(3, 178) if n != 90]), rng.randrange(10, 100)
+    # The same angle in radians is wrong: no unit is converted
     case = rng.choice((
         (rf"{n}^\circ",
          rf"{n} ;; {n}^{{\circ}} ;; {n}° ;; {n}\text{{ degrees}} ;; \angle A = {n}^\circ",
@@ -377,6 +381,7 @@ def assignment(rng: random.Random) -> Case:
     m, c, k = rng.randrange(2, 9), rng.randrange(1, 9), rng.randrange(2, 5)
     if rng.random() < 0.5:
         same = f"{m}x+{c} ;; f(x)={c}+{m}x ;; f(x) = {k * m}x/{k} + {c} ;; f(t)={m}t+{c}"
+        # Only the argument may have another name, not the function
         edits = f"f(x)={m}x ;; g(x)={m}x+{c} ;; {m}x-{c} ;; f(x)={m}x+{c}, f(x)=x ;; f(t)={m}x+{c}"
         return Case(f"f(x)={m} x+{c}", same, edits)
     same = rf"""{m}x+{c} ;; y={c}+{m}x ;; {m}x - y + {c} = 0 ;; {k}y = {k * m}x + {k * c}
