@@ -87,6 +87,7 @@ class Case:
         )  # fmt: skip
         out = self.theirs.generate(ids, config)
         new = out.sequences[:, ids.shape[1] :]
+        # Part of the work, because ours returns log-probs too
         torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[:, :, None])
         # argmax finds the first stop token, but says 0 where there is none
         ended = (new == EOS) if self.eos else torch.zeros_like(new, dtype=torch.bool)
@@ -110,6 +111,7 @@ def timed(function, *args):
     """(result, wall seconds, CPU seconds)."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function(*args)
+    # A launch returns before the GPU has done the work
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return result, time.perf_counter() - wall, time.process_time() - cpu
