@@ -66,6 +66,7 @@ class ScriptedSampler(Sampler):
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=1,
         )  # fmt: skip
+        # The engine wants a model; this one is never called
         super().__init__(Transformer(config).requires_grad_(False), [EOS], slots)
         self.live = []
 
@@ -184,6 +185,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         "idle": 1 - sum(map(sum, live)) / total,
     }  # fmt: skip
     return shares | {
+        # What is left: tokens of aborted responses that no step continues
         "thrown away": 1 - sum(shares.values()), "mean length": sum(kept) / len(kept) * SCALE,
         "steps": total / SLOTS / STEPS * SCALE, "live": live[-1],
     }  # fmt: skip
