@@ -130,6 +130,7 @@ class Evaluator:
             return number
         above, below = number.numerator.bit_length(), number.denominator.bit_length()
         self.exact_bits = max(self.exact_bits, above, below)
+        # The difference of the lengths bounds log2 of the fraction
         self.top = max(self.top, above - below + 1)
         return self.rounded(number.numerator) / self.rounded(number.denominator)
 
@@ -451,6 +452,7 @@ def proportional(a: Expr, b: Expr, positive: bool = False) -> bool:
     if not names:
         return False
     # a/b is the same at all points as at a fixed one; multiplied out, so that b may vanish
+    # The last point: `is_zero` takes the first ones, and at the fixed point anything would pass
     fixed = points(tuple(sorted(names)))[-1]
     work = Evaluator.at_precision(320, fixed)
     at_fixed = [work.inexact(work.value(x)) for x in (a, b)]
@@ -607,12 +609,14 @@ def normal(pieces: Iterable[Interval]) -> Pieces:
     """Sorted, without empty intervals; overlapping and touching ones merged."""
     key = functools.cmp_to_key(order)
     out: list[Interval] = []
+    # Closed before open where two begin at one point, so that the merged piece has the point
     for piece in sorted(pieces, key=lambda p: (key(p.low), not p.low_in)):
         width = order(piece.low, piece.high)
         if width > 0 or (width == 0 and not (piece.low_in and piece.high_in)):
             continue
         last = out[-1] if out else None
         overlap = order(last.high, piece.low) if last else -1
+        # (1, 2) and (2, 3) touch without the 2 and stay apart
         if overlap > 0 or (overlap == 0 and (last.high_in or piece.low_in)):
             past = order(last.high, piece.high)
             if past < 0 or (past == 0 and piece.high_in):
@@ -629,6 +633,7 @@ def complement(pieces: Iterable[Interval]) -> Pieces:
         out.append(Interval(low, low_in, piece.low, not piece.low_in))
         low, low_in = piece.high, not piece.high_in
     out.append(Interval(low, low_in, Inf(1), False))
+    # A ray leaves nothing between its end and infinity
     return normal(p for p in out if p.low != Inf(1) and p.high != Inf(-1))
 
 
