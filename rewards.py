@@ -159,6 +159,7 @@ def is_json(text: str) -> bool:
     fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", text, re.DOTALL)
     try:
         json.loads(fenced[1] if fenced else text)
+    # Thousands of open brackets are too deep for the parser
     except (ValueError, RecursionError):
         return False
     return True
@@ -246,6 +247,7 @@ def last_program(text: str) -> str | None:
             mark = None
         else:
             lines.append(line)
+    # A block that never closes was cut off and is not in `found`
     return found.get("python", found.get(""))
 
 
@@ -291,6 +293,7 @@ def outcomes(source: str, tests: dict[str, Any]) -> Iterator[str]:
         outcome, output = run_test(source, function, argument, seconds)
         if outcome == "ok" and not passes(output, expected, function):
             outcome = "wrong"
+        # A slow test ends it even where shares are paid, or each of the others could take as long
         late = outcome == "slow" or time.monotonic() > deadline
         yield "slow" if late else outcome
         if late or (outcome != "ok" and tests.get("score") != "fraction"):
@@ -374,6 +377,7 @@ def check_instruction(label: dict[str, Any]) -> None:
 
 def check_code(label: dict[str, Any]) -> None:
     """ValueError for tests that cannot be run, or that a program which does nothing would pass."""
+    # Refused before the run starts: programs never run with less protection
     reason = sandbox.unsupported()
     require(reason is None, f"a code label cannot be used here: {reason}")
     unknown = label.keys() - {"inputs", "outputs", "fn_name", "seconds", "score"}
