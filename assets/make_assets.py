@@ -99,6 +99,7 @@ def write_response(start, operations, rng=None, slips=None):
 
 def make_problems(seed=0):
     """Both splits as lists of dicts, balanced over step counts; no prompt occurs twice."""
+    # A generator of its own, so that --check gets the committed problems bit for bit
     rng, seen, splits = random.Random(seed), set(), {}
     for split, count in PROBLEMS_PER_STEP_COUNT.items():
         problems = []
@@ -172,6 +173,7 @@ def make_batch(tokenizer, rng, step_counts, slips, held_out):
     while len(rows) < BATCH_SIZE:
         start, operations = draw_chain(rng, rng.choice(step_counts))
         prompt = write_prompt(start, operations)
+        # Trained on, it would test the model's memory
         if prompt in held_out:
             continue
         response = write_response(start, operations, rng, slips) + tokenizer.eos_token
