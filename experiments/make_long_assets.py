@@ -110,6 +110,7 @@ def batches(tokenizer, rng, step_counts, held_out, size):
         while len(rows) < size:
             problem = draw_problem(rng, rng.choice(step_counts))
             prompt = write_prompt(*problem)
+            # Trained on, it would test the model's memory
             if prompt not in held_out:
                 response = write_response(*problem, rng) + tokenizer.eos_token
                 rows.append(tokenizer([chat_prompt(tokenizer, prompt), response])["input_ids"])
