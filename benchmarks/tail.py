@@ -150,6 +150,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         over_sampling=1.0, partial_rollout=False, partial_mask_old=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
+    # The same problems for all modes
     easy = random.Random(0)
     labels = ["easy" if easy.random() < zero_variance else str(i) for i in range(1000)]
     problems = [Problem(str(i), i, "", [WORD] * 4, label) for i, label in enumerate(labels)]
@@ -165,6 +166,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         return steps, live
 
     engine.Scheduler = StaticBatches if name == "static batches" else Scheduler
+    # Both modules hold the name; they get the real one back below
     rollout.distributed = groups.distributed = crew = Ranks(ranks)
     results = crew.run(work)
     engine.Scheduler = Scheduler
