@@ -94,10 +94,12 @@ def cases(device: str) -> list[Case]:
         return Case(name, partial(logprob_entropy, impl="triton"), constants=constants)
 
     def tile(*block) -> dict:
+        # For every kind of chip, so that the one in use has it
         return dict.fromkeys(logprob.BLOCKS, block)
 
     return found + [
         triton("triton"),
+        # The constants of sm_90 with a choice of kernels/logprob.py changed in each
         triton("triton, by pointers", BLOCKS=tile(128, 256, 64, 8, 3, False)),
         triton("triton, all rows first", GROUP=2**20),
         triton("triton, 4 stages", BLOCKS=tile(128, 256, 64, 8, 4, True)),
