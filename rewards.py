@@ -81,6 +81,7 @@ def choice(response: str, label: str, think: str = "auto") -> Verdict:
         return Verdict(False, found.status, found.answer)
     letters = {letter(text) for text in (found.answer, *found.others)}
     wanted = letter(label)
+    # Whatever is not a letter is None, and None must not match None
     correct = wanted is not None and letters == {wanted}
     reason = "ok" if correct else "wrong" if len(letters) == 1 else "hedge"
     return Verdict(correct, reason, found.answer)
@@ -101,6 +102,7 @@ def well_formed(response: str, label: str = "", think: str = "auto") -> Verdict:
         return Verdict(False, "tags", None)
     thought, _, final = response.rpartition("</think>")
     before, _, thought = thought.rpartition("<think>")
+    # Text before <think> would be a thought outside of the tags
     if before.strip() or (think != "none" and not thought.strip()):
         return Verdict(False, "tags", None)
     if len(verify.BOX.findall(final)) > 1:
@@ -112,6 +114,7 @@ def well_formed(response: str, label: str = "", think: str = "auto") -> Verdict:
 # --- instruction ----------------------------------------------------------------------------------
 
 MAX_TEXT = 100_000  # characters
+# 1,000 and 3.5 are one word each, and so are don't and well-known
 WORD = re.compile(r"\d+(?:[.,]\d+)+|\w+(?:['’-]\w+)*")
 
 
@@ -124,15 +127,18 @@ def matches(pattern: str, flags: re.RegexFlag = re.MULTILINE) -> Callable[[str],
 # What is counted; the argument is [least, most], with null for no bound.
 COUNTED = {
     "words": lambda text: len(WORD.findall(text)),
+    # Neither 3.5 nor example.com ends a sentence
     "sentences": matches(r"[.!?]+[\"'”’)]*(?=\s|\Z)"),
     "paragraphs": lambda text: len([p for p in re.split(r"\n[ \t]*\n", text) if p.strip()]),
     "bullets": matches(r"^[ \t]*[-*•] +\S"),
     "headings": matches(r"^#{1,6} +\S"),
+    # A and I are capitals in any text
     "capital_words": lambda text: sum(w.isupper() and len(w) > 1 for w in WORD.findall(text)),
     "numbers": matches(r"(?<![\w.,])\d+(?:[.,]\d+)*(?!\w)"),
 }
 # The argument is {text: [least, most]}.
 OCCURRENCES = {
+    # Not \b, which finds no end in C++
     "include": lambda text, word: matches(rf"(?<!\w){re.escape(word)}(?!\w)", re.I)(text),
     "characters": lambda text, part: text.lower().count(part.lower()),
 }
@@ -153,6 +159,7 @@ def is_json(text: str) -> bool:
     fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", text, re.DOTALL)
     try:
         json.loads(fenced[1] if fenced else text)
+    # Thousands of open brackets are too deep for the parser
     except (ValueError, RecursionError):
         return False
     return True
@@ -179,6 +186,7 @@ def readable(text: str) -> str:
 
 def is_filler(text: str) -> bool:
     """Some 50 words in a row hold fewer than 10 different ones."""
+    # A window of 50 words slides along, so that filler after a real beginning is found too
     words = WORD.findall(text.lower())
     seen = collections.Counter(words[:50])
     for old, new in zip(words, words[50:], strict=False):
@@ -239,6 +247,7 @@ def last_program(text: str) -> str | None:
             mark = None
         else:
             lines.append(line)
+    # A block that never closes was cut off and is not in `found`
     return found.get("python", found.get(""))
 
 
@@ -252,6 +261,7 @@ def passes(output: str, expected: Any, function: str | None) -> bool:
     if function is None:
         return lines_of(output) == lines_of(expected)
     try:
+        # The last line: a program may print as well, but the runner prints the result after it
         return json.loads(output.rstrip("\n").rpartition("\n")[2]) == expected
     except (ValueError, RecursionError):
         return False
@@ -263,9 +273,11 @@ def run_test(source: str, function: str | None, argument: Any, seconds: float) -
         if _child.process is None:
             script = os.path.abspath(sandbox.__file__)
             # A fixed hash seed, or the order of sets would make verdicts change on repetition
+            # -P -s -S: nothing but the standard library. Of the environment nothing gets in
             command, env = [sys.executable, "-P", "-s", "-S", script], {"PYTHONHASHSEED": "0"}
             _child.start(command, env, cwd="/", stderr=subprocess.DEVNULL)
         request = json.dumps([source, function, argument, seconds]).encode() + b"\n"
+        # The sandbox itself ends a test after 3 times its seconds; 5 s more, and it must be stuck
         reply = _child.exchange(request, time.monotonic() + 3 * seconds + 5)
         return tuple(json.loads(reply))
     except BaseException:  # after a lost reply the next one would be taken for this test's
@@ -281,6 +293,7 @@ def outcomes(source: str, tests: dict[str, Any]) -> Iterator[str]:
         outcome, output = run_test(source, function, argument, seconds)
         if outcome == "ok" and not passes(output, expected, function):
             outcome = "wrong"
+        # A slow test ends it even where shares are paid, or each of the others could take as long
         late = outcome == "slow" or time.monotonic() > deadline
         yield "slow" if late else outcome
         if late or (outcome != "ok" and tests.get("score") != "fraction"):
@@ -314,6 +327,7 @@ def program(response: str, label: str, think: str = "auto") -> Verdict:
         found = list(outcomes(source, tests))
     passed, total = found.count("ok"), len(tests["outputs"])
     reason = next((outcome for outcome in found if outcome != "ok"), "ok")
+    # Of all tests: one that was not reached counts as failed
     score = passed / total if tests.get("score") == "fraction" else float(passed == total)
     return PartVerdict(passed == total, reason, None, score)
 
@@ -330,6 +344,7 @@ def require(condition: Any, sentence: str) -> None:
 def check_bounds(name: str, bounds: Any) -> None:
     """ValueError unless bounds are [least, most]: integers or null, not both null, in order."""
     numbers = [b for b in bounds if b is not None] if isinstance(bounds, list) else []
+    # type() and not isinstance(), which takes true for an integer
     ordered = numbers == sorted(numbers) and all(type(n) is int and n >= 0 for n in numbers)
     good = numbers and len(bounds) == 2 and ordered
     require(good, f"{name} takes [least, most], integers or null, not {bounds!r}")
@@ -362,6 +377,7 @@ def check_instruction(label: dict[str, Any]) -> None:
 
 def check_code(label: dict[str, Any]) -> None:
     """ValueError for tests that cannot be run, or that a program which does nothing would pass."""
+    # Refused before the run starts: programs never run with less protection
     reason = sandbox.unsupported()
     require(reason is None, f"a code label cannot be used here: {reason}")
     unknown = label.keys() - {"inputs", "outputs", "fn_name", "seconds", "score"}
@@ -390,6 +406,7 @@ def check_code(label: dict[str, Any]) -> None:
 
 def text_label(label: Any) -> str:
     """A label that is one text or number."""
+    # An empty cell of a table arrives as NaN
     value = not isinstance(label, (list, dict)) and str(label).strip().lower() != "nan"
     require(value, f"a label is one text or number, not {label!r}")
     return str(label)

@@ -63,6 +63,7 @@ class Extraction(NamedTuple):
 
 # --- Extraction -----------------------------------------------------------------------------------
 
+# \Z: a response cut off right after \boxed has an unfinished last box; no earlier one counts
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:\{|\Z)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -72,6 +73,8 @@ def final_part(response: str, think: str) -> str | None:
     check_think(think)
     if think == "none":
         return response
+    # A thought opened after the last answer: the response was cut off in it, and nothing counts.
+    # Under "require" the prompt opened the thought, so no end tag means the same
     end = response.rfind("</think>")
     if response.rfind("<think>") > end or (think == "require" and end < 0):
         return None
@@ -85,6 +88,7 @@ def closing_brace(text: str, start: int) -> int:
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return match.start()
+    # The search stopped at the limit, or the text ended with the box still open
     raise TooBig if len(text) > start + MAX_BOX else Unreadable
 
 
@@ -94,6 +98,7 @@ def extract(response: str, think: str = "auto") -> Extraction:
     if final is None:
         return Extraction(None, "no_think_end")
     raw, latest = {}, None  # an ordered set, last box first
+    # From the back: the last box is the answer, and a sweep over all answers stops after a few
     for start in reversed([match.end() for match in BOX.finditer(final)]):
         if latest and final.startswith(latest, start):
             continue  # a response stuck in a loop has 100,000 equal boxes
@@ -116,12 +121,15 @@ def extract(response: str, think: str = "auto") -> Extraction:
 def clean(text: str) -> str:
     """Strip white space, and dollar signs or boxes that enclose the whole text."""
     for _ in range(6):
+        # Wrappers nest, as in $\boxed{$3$}$. Six rounds, since a hostile answer nests thousands
         before, text = text, text.strip()
+        # The outer signs of "$1$, $2$" belong to two formulas and must stay
         if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:
             text = text[1:-1]
         box = BOX.match(text)
         if box and len(text) < 2 * MAX_BOX and text.endswith("}"):
             try:
+                # \boxed{3}\boxed{4} begins and ends like one box, but would read as the product 12
                 if closing_brace(text, box.end()) == len(text) - 1:
                     text = text[box.end() : -1]
             except (TooBig, Unreadable):
@@ -147,6 +155,7 @@ def read(text: str) -> list[Value]:
     """All readings. The price is charged on every use, so that the cache changes no verdict."""
     before = BUDGET.left
     readings, price = read_and_price(text)
+    # Undo what a miss has charged: hit and miss must pay the same
     BUDGET.left = before
     BUDGET.charge(price)
     return readings
@@ -159,16 +168,19 @@ def compare(pred: str, label: str) -> str:
     if pred == label:  # also where nobody can read them: a label \int x dx is matched by itself
         return "ok"
     # Many labels are plain integers: the same verdict as below, without parsing
+    # re.ASCII, because int() takes the digits of every script: a full-width 42 must not pass
     if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in (pred, label)):
         return "ok" if int(pred) == int(label) else "wrong"
     if max(len(pred), len(label)) > MAX_BOX:
         return "too_big"
     try:
         pairs = itertools.product(read(pred), read(label))
+    # Before Unreadable, of which it is a subclass: 18 = 19 was understood and is wrong
     except NoValue:
         return "wrong"
     except Unreadable:
         return "parse"
+    # An ambiguous text has several readings (48,625 is a number or a list); any pair may match
     reason = "wrong"
     for pair in pairs:
         try:
@@ -211,6 +223,7 @@ def verify(response: str, label: str, think: str = "auto") -> Verdict:
     found = extract(response, think)
     if found.status != "ok":
         return Verdict(False, found.status, found.answer)
+    # One budget for all boxes of a response, so that more boxes buy no more work
     with _LOCK:
         BUDGET.left = BUDGET_NS
         reason = judge(found.answer, label)
@@ -267,6 +280,7 @@ OPTION = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")  # a letter: B, (B), \text{B}
 
 def label_kind(label: str) -> tuple[str, str | None]:
     """How a label will be graded, and as what it is read: "list", "set", "text", ... or None."""
+    # Not even its own text is right: the label is empty or its braces do not close
     if not verify(f"\\boxed{{{label}}}", label).correct:
         return "can never be matched", None
     with contextlib.suppress(Unreadable, TooBig, RecursionError):

@@ -78,6 +78,7 @@ def integer(rng: random.Random) -> Case:
         same += rf";; −{-n} ;; -\frac{{{-n * k}}}{{{k}}}"
     for mark in (",", "{,}", "\\,", ",\\!", "\\;") if n > 9999 else ():
         same += ";;" + f"{n:,}".replace(",", mark)
+    # 10^{-40} is far below what float64 can hold next to n: a tolerance would accept it
     edits = rf"""{n + 1} ;; {n - 1} ;; {-n} ;; {n}0 ;; {n}.5 ;; {n}, {n + 1} ;; \pm {n} ;; x \ne {n}
         {n} \text{{ or }} {n + k} ;; [{n - 1}, {n + 1}] ;; {n - 1} = {n} ;; x = {n - 1} = {n}
         {n}^2 ;; x^2 = {n} ;; {n}x ;; {n}i ;; \text{{not }} {n} ;; \approx {n} ;; {n} {k}
@@ -104,11 +105,13 @@ def fraction(rng: random.Random) -> Case:
     decimal = f"{p / q:.12f}".rstrip("0")
     if Fraction(decimal) == Fraction(p, q):
         same += f";; {decimal} ;; {decimal}0"
+    # These repeat after six digits, or after one and so after six
     elif q in (7, 9, 13) and n < q:
         same += rf";; {sign}0.\overline{{{(10**6 - 1) * n // q:06d}}}"
     edits = rf"""{frac(q if p > 0 else -q, n)} ;; {frac(-p, q)} ;; {frac(p + q, q)} ;; {p}
         {p}:{q}
         {frac(p, q + 1)} ;; {label}, {label} ;; {label} + 10^{{-30}} ;; {label}x ;; {p}/{q}/2"""
+    # A rounded value is wrong: equality is exact
     for places in (1, 3, 8):
         if Fraction(f"{p / q:.{places}f}") != Fraction(p, q):
             edits += f";; {p / q:.{places}f}"
@@ -117,6 +120,7 @@ def fraction(rng: random.Random) -> Case:
 
 def decimal(rng: random.Random) -> Case:
     places = rng.randrange(1, 5)
+    # The last digit is not 0, which could be left out
     n = rng.randrange(1, 10**5) * 10 + rng.choice((1, 2, 3, 5, 7, 9))
     text = f"{n // 10**places}.{n % 10**places:0{places}d}"
     same = rf"""{text}0 ;; \frac{{{n}}}{{{10**places}}} ;; {n}/{10**places} ;; \${text}
@@ -144,6 +148,7 @@ def scientific(rng: random.Random) -> Case:
 def radical(rng: random.Random) -> Case:
     a, b = rng.choice([a for a in range(-9, 10) if a]), rng.randrange(2, 8)
     c, d = rng.choice((3, 5, 7, 11, 13)), rng.randrange(2, 6)
+    # With b = c the edit that swaps them would have the same value
     b = b + 1 if b == c else b
     label, value = rf"\frac{{{a}+{b}\sqrt{{{c}}}}}{{{d}}}", (a + b * math.sqrt(c)) / d
     same = rf"""({a}+{b}\sqrt{{{c}}})/{d} ;; ({a}+\sqrt{{{b * b * c}}})/{d} ;; ({a}+{b}√{c})/{d}
@@ -167,6 +172,7 @@ def with_pi(rng: random.Random) -> Case:
     same = rf"""{a}+\frac{{{p}\pi}}{{{q}}} ;; {a}+{p}\pi/{q} ;; {share}π+{a} ;; {a}+{p}π/{q}
         {a}+\frac{{\pi}}{{{q}}}\cdot {p} ;; {a}+\frac{{{p * 2}}}{{{q * 2}}}\pi ;; r={a}+{share}\pi
         {a}+{p}\arccos(-1)/{q} ;; {a}+{p * 2}\arcsin(1)/{q}"""
+    # Decimals and 22/7 are near pi and are not pi
     edits = rf"""{a}+{share} ;; {a}-{share}\pi ;; {value:.2f} ;; {value:.14f} ;; {a}+{share}\pi^2
         {a}+\frac{{{p * 22}}}{{{q * 7}}} ;; {a}+{frac(p + 1, q)}\pi ;; {a}+{share}\pi x
         {a + 1}+{share}\pi"""
@@ -179,6 +185,7 @@ def big(rng: random.Random) -> Case:
         {f}\cdot {f - 1}! \cdot {base}^{{{n}}}
         {base * base}^{{{n // 2}}} \cdot {base ** (n % 2)} \times {f}! ;; {base}^{n} \cdot {f}!
         \frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}} ;; {base}^{{{n}}}\cdot {math.factorial(f)}"""
+    # Numbers of up to 400 digits, of which float64 cannot tell n from n + 1
     edits = rf"""{base}^{{{n - 1}}} \cdot {f}! ;; {base}^{{{n}}} \cdot {f + 1}! ;; {base}^{{{n}}}
         {f}!
         {base}^{{{n}}} \cdot {f}! + 1 ;; \frac{{{f}!}}{{{base}^{{{n}}}}}
@@ -196,13 +203,16 @@ def quantity(rng: random.Random) -> Case:
         {n}\mbox{{ {long}}}{power} ;; {n}.0 \text{{ {word}{long}}}
         x = {n} \text{{ {unit}}}{power}
         {n * 3}/3\ \text{{{unit}}}{power}"""
+    # Units are never converted
     edits = rf"""{n}\text{{ {other}}}{power} ;; {n + 1}\text{{ {unit}}}{power} ;; {n + 1} ;; -{n}
         {n}\text{{ {unit}}}^4 ;; {n} \% ;; {n}^\circ ;; {n} x"""
     return Case(rf"{n}\text{{ {unit}}}{power}", same, edits)
 
 
 def angle_percent_money(rng: random.Random) -> Case:
+    # Not 90, because 180 - n is an edit
     n, c = rng.choice([n for n in range(3, 178) if n != 90]), rng.randrange(10, 100)
+    # The same angle in radians is wrong: no unit is converted
     case = rng.choice((
         (rf"{n}^\circ",
          rf"{n} ;; {n}^{{\circ}} ;; {n}° ;; {n}\text{{ degrees}} ;; \angle A = {n}^\circ",
@@ -217,6 +227,7 @@ def angle_percent_money(rng: random.Random) -> Case:
 
 
 def tuples(rng: random.Random) -> Case:
+    # Without repetition, or swapping two would change nothing
     values = rng.sample(range(-30, 300), rng.randrange(2, 5))
     a, b, *rest = text = [str(v) for v in values]
     inner, loose = ",".join(text), ",\\ ".join(text)
@@ -247,6 +258,7 @@ def lists(rng: random.Random) -> Case:
 
 
 def tuple_lists(rng: random.Random) -> Case:
+    # a < b in every pair, so a swapped pair is a new one
     pairs = [(a, b) for a in range(-5, 6) for b in range(6, 12)]
     (a, b), *rest = chosen = rng.sample(pairs, rng.randrange(2, 7))
     text, rest = [f"({x},{y})" for x, y in chosen], "".join(f",({x},{y})" for x, y in rest)
@@ -321,6 +333,7 @@ def polynomial(rng: random.Random) -> Case:
     return Case(rng.choice((shown, product, f"${shown}$")), same, edits)
 
 
+# Three lines each: a label, its rewrites, its edits
 FORMULAS = r"""
 \frac{n(n+1)}{2}
     \frac{n^2+n}{2} ;; n(n+1)/2 ;; \binom{n+1}{2} ;; \frac12 n(n+1) ;; 0.5n^2+\frac n2 ;; (n+1)n/2
@@ -368,6 +381,7 @@ def assignment(rng: random.Random) -> Case:
     m, c, k = rng.randrange(2, 9), rng.randrange(1, 9), rng.randrange(2, 5)
     if rng.random() < 0.5:
         same = f"{m}x+{c} ;; f(x)={c}+{m}x ;; f(x) = {k * m}x/{k} + {c} ;; f(t)={m}t+{c}"
+        # Only the argument may have another name, not the function
         edits = f"f(x)={m}x ;; g(x)={m}x+{c} ;; {m}x-{c} ;; f(x)={m}x+{c}, f(x)=x ;; f(t)={m}x+{c}"
         return Case(f"f(x)={m} x+{c}", same, edits)
     same = rf"""{m}x+{c} ;; y={c}+{m}x ;; {m}x - y + {c} = 0 ;; {k}y = {k * m}x + {k * c}
@@ -388,6 +402,7 @@ def equation(rng: random.Random) -> Case:
 
 
 def matrix(rng: random.Random) -> Case:
+    # b and c come from ranges that do not overlap, so the transpose is another matrix
     a, b, c, d = rng.randrange(1, 9), rng.randrange(-9, 0), rng.randrange(10, 20), rng.randrange(9)
 
     def show(rows, kind="pmatrix"):
@@ -424,6 +439,7 @@ def complex_number(rng: random.Random) -> Case:
 
 def in_base(rng: random.Random) -> Case:
     base = rng.randrange(4, 10)
+    # The last digit is larger than the first, so the reversed number is another
     digits = f"{rng.randrange(1, base - 1)}{rng.randrange(base)}{base - 1}"
     same = rf"{digits}_{{{base}}} ;; ({digits})_{base} ;; N = {digits}_{base} ;; 0{digits}_{base}"
     edits = rf"""{digits}_{{{base + 1}}} ;; {digits}1_{base} ;; {digits} ;; {digits}_{{10}}
@@ -455,6 +471,7 @@ def ratio(rng: random.Random) -> Case:
     )
 
 
+# The box in the thought of the first one must not count
 WRAPS = (
     "<think>\nSo we get \\boxed{{0}} at first.\n</think>\n\nTherefore \\boxed{{{}}}.",
     "We compute.\n</think>\n\n$$\\boxed{{{}}}$$",

@@ -87,7 +87,9 @@ class Case:
         )  # fmt: skip
         out = self.theirs.generate(ids, config)
         new = out.sequences[:, ids.shape[1] :]
+        # Part of the work, because ours returns log-probs too
         torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[:, :, None])
+        # argmax finds the first stop token, but says 0 where there is none
         ended = (new == EOS) if self.eos else torch.zeros_like(new, dtype=torch.bool)
         lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, new.shape[1])
         return int(lengths.sum())
@@ -109,6 +111,7 @@ def timed(function, *args):
     """(result, wall seconds, CPU seconds)."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function(*args)
+    # A launch returns before the GPU has done the work
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return result, time.perf_counter() - wall, time.process_time() - cpu
@@ -144,6 +147,7 @@ def compare(case, rounds):
     middle = {name: statistics.median(values) for name, values in rates.items()}
     best = max(list(contenders)[1:], key=middle.get)
     counts = sampler.counts
+    # Rows alive in a decode step, as a share of the slots
     occupancy = counts["row_steps"] / counts["decode_steps"] / case.slots
     print(
         f"{case.name:34}"

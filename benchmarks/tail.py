@@ -46,6 +46,7 @@ MODES = {
 
 def length_of(key):
     """Length of the response with this random key."""
+    # The mean of a lognormal is exp(mu + sigma^2 / 2); this is its mu
     mean = math.log(10_000 / SCALE) - SIGMA**2 / 2
     return min(CAP, max(1, round(random.Random(key).lognormvariate(mean, SIGMA))))
 
@@ -65,6 +66,7 @@ class ScriptedSampler(Sampler):
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=1,
         )  # fmt: skip
+        # The engine wants a model; this one is never called
         super().__init__(Transformer(config).requires_grad_(False), [EOS], slots)
         self.live = []
 
@@ -108,8 +110,10 @@ class Ranks:
         return self.own.rank
 
     def gather(self, objects):
+        # As bytes, as between processes: ranks must not share objects
         self.sent[self.rank()] = pickle.dumps(objects)
         self.barrier.wait()
+        # The second barrier keeps `sent` as it is until all have read it
         joined = [item for part in self.sent for item in pickle.loads(part)]
         self.barrier.wait()
         return joined
@@ -122,6 +126,7 @@ class Ranks:
             try:
                 return work(rank)
             except BaseException:
+                # Or the other ranks would wait for this one until the time-out
                 self.barrier.abort()
                 raise
 
@@ -145,6 +150,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         over_sampling=1.0, partial_rollout=False, partial_mask_old=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
+    # The same problems for all modes
     easy = random.Random(0)
     labels = ["easy" if easy.random() < zero_variance else str(i) for i in range(1000)]
     problems = [Problem(str(i), i, "", [WORD] * 4, label) for i, label in enumerate(labels)]
@@ -160,6 +166,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         return steps, live
 
     engine.Scheduler = StaticBatches if name == "static batches" else Scheduler
+    # Both modules hold the name; they get the real one back below
     rollout.distributed = groups.distributed = crew = Ranks(ranks)
     results = crew.run(work)
     engine.Scheduler = Scheduler
@@ -180,6 +187,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         "idle": 1 - sum(map(sum, live)) / total,
     }  # fmt: skip
     return shares | {
+        # What is left: tokens of aborted responses that no step continues
         "thrown away": 1 - sum(shares.values()), "mean length": sum(kept) / len(kept) * SCALE,
         "steps": total / SLOTS / STEPS * SCALE, "live": live[-1],
     }  # fmt: skip
@@ -193,6 +201,7 @@ def draw_figure(results, zero_variance, file):
     import matplotlib
 
     matplotlib.use("svg")
+    # Without a fixed salt the ids, and so the file, differ every time
     matplotlib.rcParams["svg.hashsalt"] = "tail"
     import matplotlib.pyplot as plt
 

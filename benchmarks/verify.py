@@ -28,6 +28,7 @@ def math_verify_grader() -> Grader:
     def grade(response: str, label: str) -> bool:
         # A label without dollar signs is not taken for LaTeX
         gold = label if "$" in label or "\\boxed" in label else f"${label}$"
+        # Its time-outs are signals and work in the main thread only, where this runs
         return bool(compare(parse(gold), parse(response.rpartition("</think>")[2])))
 
     return grade

@@ -120,6 +120,7 @@ class Evaluator:
 
     def value(self, expr: Expr) -> Number:
         """The value of an expression; NoValue where it is not defined, TooBig beyond the caps."""
+        # A flat price in ns for the calls themselves, or thousands of cheap nodes would be free
         charge(2000)
         return EVALUATE[type(expr)](self, expr)
 
@@ -129,11 +130,13 @@ class Evaluator:
             return number
         above, below = number.numerator.bit_length(), number.denominator.bit_length()
         self.exact_bits = max(self.exact_bits, above, below)
+        # The difference of the lengths bounds log2 of the fraction
         self.top = max(self.top, above - below + 1)
         return self.rounded(number.numerator) / self.rounded(number.denominator)
 
     def rounded(self, integer: int) -> Number:
         """Cut to the precision first: mpmath takes a second for 10^{200000}."""
+        # 64 bits are kept beyond the precision, so that cutting stays below the rounding
         cut = max(0, integer.bit_length() - self.bits - 64)
         return MP.ldexp(MP.mpf(integer >> cut), cut)
 
@@ -150,6 +153,7 @@ class Evaluator:
         charge(4000 * self.slow)
         if not MP.isfinite(number):
             raise NoValue("not a finite number")
+        # sqrt(-4)^2 arrives as a complex number; as a real one it can be ordered and floored
         if isinstance(number, MP.mpc) and number.imag == 0:
             number = number.real
         if number != 0:
@@ -219,6 +223,7 @@ class Evaluator:
         if base == 0:
             if MP.re(self.inexact(power)) < 0:
                 raise NoValue("division by zero")
+            # 0^0 is taken as 1
             return Fraction(int(power == 0))
         if not isinstance(power, Fraction):
             return self.general_power(base, power)
@@ -228,6 +233,7 @@ class Evaluator:
             root = self.general_power(-base, power)
             return -root if power.numerator % 2 else root
         if power == Fraction(1, 2) and isinstance(base, Fraction) and base > 0:
+            # Roots of square fractions stay exact, and so does all that is made of them
             roots = math.isqrt(base.numerator), math.isqrt(base.denominator)
             if roots[0] ** 2 == base.numerator and roots[1] ** 2 == base.denominator:
                 return Fraction(*roots)
@@ -248,6 +254,7 @@ class Evaluator:
         if power == Fraction(1, 2):
             return self.call(MP.sqrt, self.inexact(base), cost=20_000)
         base, power = self.inexact(base), self.inexact(power)
+        # mag is log2 rounded up, so the sum bounds log2 of the result's bits: about 2^20 at most
         if power != 0 and MP.mag(power) + MP.mag(MP.mag(base) + 2) > 20:
             raise TooBig("a power with too many digits")
         return self.call(MP.power, base, power, cost=100_000)
@@ -279,7 +286,9 @@ class Evaluator:
         So f(x) + 1 equals 1 + f(x), but neither f(y) + 1 nor g(x) + 1.
         """
         values = map(self.value, expr.arguments)
+        # 25 digits hide the rounding: f(sqrt(8)) and f(2 sqrt(2)) must get the same number
         shown = [str(v) if isinstance(v, Fraction) else MP.nstr(v, 25) for v in values]
+        # Not hash(), which differs between processes for texts, and so would the verdict
         digest = hashlib.sha256(repr((expr.name, shown)).encode()).digest()
         return Fraction(int.from_bytes(digest[:4], "big") + 1, 1 << 30)
 
@@ -323,6 +332,7 @@ class Evaluator:
         value = self.value(expr.inner)
         if isinstance(value, Fraction):
             return Fraction(math.floor(value))
+        # A number this large keeps too few bits after the point to tell what its floor is
         if isinstance(value, MP.mpc) or (value != 0 and MP.mag(value) > self.bits // 2):
             raise NoValue("the floor of this number")
         nearest = MP.nint(value)  # sqrt(2) sqrt(8) may be 3.99...9
@@ -349,6 +359,7 @@ EVALUATE: dict[type[Expr], Callable[[Evaluator, Any], Number]] = {
 }
 
 Point = dict[str, Fraction]
+# Over the prime 211, so that no point is an integer, where sin(pi x) would be 0
 NUMERATORS = [n for n in range(60, 800) if n % 211]
 
 
@@ -360,6 +371,7 @@ def points(names: tuple[str, ...], steps: bool = False) -> list[Point]:
     """
     rng, out = random.Random(20), []
     for k in range(48 if steps else 16):
+        # Roots and logarithms need positive ones; the negative ones tell |x| from x
         signs = [1 if k % 2 == 0 else -1 if k == 1 else rng.choice((1, -1)) for _ in names]
         scale = Fraction(12 if steps else 1, 211)
         row = [sign * rng.choice(NUMERATORS) * scale for sign in signs]
@@ -405,6 +417,7 @@ def is_zero(difference: Difference, names: Iterable[str], steps: bool = False) -
             if noise is not None and good == 0 and not isinstance(noise, Fraction):
                 again, _ = residue(difference, point, 2 * bits)
                 tiny = MP.mpf(2) ** -(bits // 2)
+                # Twice the bits shrink noise by about 2^-bits; a factor of 2^-(bits/2) is demanded
                 if again is None or again > (noise or tiny**2) * tiny:
                     return False
         except NoValue:
@@ -416,6 +429,7 @@ def is_zero(difference: Difference, names: Iterable[str], steps: bool = False) -
         good += 1
         if good == 5 and not steps:  # functions with steps may agree at five points by chance
             break
+    # Agreement at one or two points proves nothing about functions
     if names and good < 4:
         raise NoValue("not defined")
     return True
@@ -438,6 +452,7 @@ def proportional(a: Expr, b: Expr, positive: bool = False) -> bool:
     if not names:
         return False
     # a/b is the same at all points as at a fixed one; multiplied out, so that b may vanish
+    # The last point: `is_zero` takes the first ones, and at the fixed point anything would pass
     fixed = points(tuple(sorted(names)))[-1]
     work = Evaluator.at_precision(320, fixed)
     at_fixed = [work.inexact(work.value(x)) for x in (a, b)]
@@ -480,6 +495,7 @@ def is_name(side: Value) -> bool:
 
 def is_closed(side: Value) -> bool:
     """Whether the side is a number without unknowns."""
+    # f(2) holds no symbol, but is an unknown itself
     return isinstance(side, (Expr, Unit)) and not isinstance(side, App) and not symbols(side)
 
 
@@ -492,6 +508,7 @@ def relate(ops: list[str], sides: list[Value]) -> Value:
 
 def equation(sides: list[Value]) -> Value:
     """a = b = c: every side but a leading name must have the value of the last one."""
+    # 3 = x means x = 3
     if len(sides) == 2 and is_name(sides[1]) and is_closed(sides[0]):
         sides = sides[::-1]
     strength = name_strength(sides[0])
@@ -514,6 +531,7 @@ def inequality(ops: list[str], sides: list[Value]) -> Value:
     flipped = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
     if not set(ops) <= set(flipped):
         raise Unreadable("mixed relations")
+    # 9 > x >= -4 is turned around, so that only < and <= remain
     if ops[0][0] == ">":
         ops, sides = [flipped[op] for op in reversed(ops)], sides[::-1]
     if len(sides) == 3 and ops[0][0] == ops[1][0] == "<" and is_name(sides[1]):
@@ -550,6 +568,7 @@ def pieces_of(value: Value) -> Pieces | None:
     """The intervals of a set of reals, or None for any other value."""
     if isinstance(value, Reals):
         return value.pieces
+    # Asked only next to a set of reals: alone, (1,2) may as well be a point
     if isinstance(value, Tuple) and len(value.items) == 2:
         if value.brackets in ("()", "[]", "(]", "[)"):
             (low, high), (opening, closing) = map(number, value.items), value.brackets
@@ -580,6 +599,7 @@ def order(a: Expr, b: Expr) -> int:
     gap = Evaluator.at_precision(512).total((a, negative(b)))
     if isinstance(gap, MP.mpc):
         raise Unreadable("an interval with complex ends")
+    # The sign of a rounding error is not an order: first see whether the gap is zero
     if not isinstance(gap, Fraction) and equal_exprs(a, b):
         return 0
     return (gap > 0) - (gap < 0)
@@ -589,12 +609,14 @@ def normal(pieces: Iterable[Interval]) -> Pieces:
     """Sorted, without empty intervals; overlapping and touching ones merged."""
     key = functools.cmp_to_key(order)
     out: list[Interval] = []
+    # Closed before open where two begin at one point, so that the merged piece has the point
     for piece in sorted(pieces, key=lambda p: (key(p.low), not p.low_in)):
         width = order(piece.low, piece.high)
         if width > 0 or (width == 0 and not (piece.low_in and piece.high_in)):
             continue
         last = out[-1] if out else None
         overlap = order(last.high, piece.low) if last else -1
+        # (1, 2) and (2, 3) touch without the 2 and stay apart
         if overlap > 0 or (overlap == 0 and (last.high_in or piece.low_in)):
             past = order(last.high, piece.high)
             if past < 0 or (past == 0 and piece.high_in):
@@ -611,6 +633,7 @@ def complement(pieces: Iterable[Interval]) -> Pieces:
         out.append(Interval(low, low_in, piece.low, not piece.low_in))
         low, low_in = piece.high, not piece.high_in
     out.append(Interval(low, low_in, Inf(1), False))
+    # A ray leaves nothing between its end and infinity
     return normal(p for p in out if p.low != Inf(1) and p.high != Inf(-1))
 
 
@@ -624,9 +647,11 @@ def same(a: Value, b: Value) -> bool:
     if kinds & {Named, Relation}:
         return same_relation(a, b)
     if Text in kinds:
+        # A chain: equal to each other, and not both None
         return letters(a) == letters(b) is not None
     if isinstance(a, (Expr, Unit)) and isinstance(b, (Expr, Unit)):
         return same_number(a, b)
+    # Before sets and tuples, which may stand for points and intervals
     if Reals in kinds:
         return same_reals(pieces_of(a), pieces_of(b))
     if kinds & {List, Set}:
@@ -706,6 +731,7 @@ def same_reals(a: Pieces | None, b: Pieces | None) -> bool:
     """Whether two sets of reals have the same pieces; None is not a set."""
     if a is None or b is None:
         return False
+    # A single piece may have unknown ends, (a, b), which cannot be sorted
     a, b = (normal(pieces) if len(pieces) > 1 else pieces for pieces in (a, b))
     return len(a) == len(b) and all(
         (p.low_in, p.high_in) == (q.low_in, q.high_in)
@@ -728,6 +754,7 @@ def same_relation(a: Value, b: Value) -> bool:
         return False
     p, q = as_relation(a), as_relation(b)
     forms = plus(p.left, negative(p.right)), plus(q.left, negative(q.right))
+    # A negative factor would turn an inequality around
     return p.op == q.op and proportional(*forms, positive=p.op[0] == "<")
 
 

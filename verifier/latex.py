@@ -97,6 +97,7 @@ SCRIPTS = {
     "_": dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
 }
 # Digit groups that can only be one number: 48{,}625  48,\!625  48\,625  48 625
+# \1: one separator throughout, since 48\,625 231 is not one number
 GROUPED = re.compile(
     r"(?<![\d.])\d{1,3}(\{,\}|,\\!\s*|\\[,;:! ]|~| )\d{3}(?:\1\d{3})*(?!\1?\d)", re.ASCII
 )
@@ -113,6 +114,7 @@ TOKEN = re.compile(
     r"|(?P<word>[A-Za-z]+)|(?P<op>[<>]=|[-+*/^_=<>()\[\]{}|,;:!'%.&@])|(?P<space>[\s$~]+)|(?P<bad>.)",
     re.ASCII | re.DOTALL,
 )
+# After the backslash: delimiters of formulas \( \) \[ \], spaces \, \; \: \! and sizes of brackets
 IGNORED = set(
     "boxed fbox left right displaystyle textstyle limits quad qquad big Big bigl bigr Bigl Bigr "
     "bigg Bigg rm bf text textbf textrm mathrm mathbf , ; : ! ( ) [ ]".split()
@@ -162,6 +164,7 @@ def tokenize(text: str, in_text: bool = False) -> list[Token]:
             if kind == "cmd" and part[1:] in IGNORED:
                 continue
         elif kind == "word":
+            # Words of \text ignore case. One letter is a unit there, \text{m}, else an unknown
             part = WORDS.get(part.lower() if in_text else part, part)
             kind = "cmd" if part[0] == "\\" else "sym" if len(part) == 1 and not in_text else "word"
         elif kind == "space" or (part == "." and in_text and tokens and tokens[-1].kind == "word"):
@@ -186,6 +189,7 @@ def variants(text: str) -> Iterable[str]:
     text = text.translate(UNICODE)
     if not text.isascii():
         raise Unreadable("a character that is not known")
+    # \left. is an invisible bracket; its dot is not a decimal point
     text = re.sub(r"\\(?:left|right)\s*\.", "", text).removesuffix(".")  # the end of a sentence
     text = GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text)
     text = PRIME.sub(lambda m: "'" * (m[0].count("\\prime") + m[0].count("'")), text)
@@ -199,6 +203,7 @@ def variants(text: str) -> Iterable[str]:
 
 # --- Tokens to values -----------------------------------------------------------------------------
 
+# A row holds the spellings of one unit. Units are never converted: 1 m is not 100 cm
 UNIT_ROWS = """
 mm millimeter millimeters; cm centimeter centimeters centimetre centimetres; km kilometer kilometers
 kilometre kilometres; m meter meters metre metres; in inch inches; ft foot feet; yd yard yards
@@ -286,6 +291,7 @@ class Parser:
     def answer(self) -> Value:
         """All tokens as one value."""
         value = self.listed(spread=True)
+        # A tail that is silently dropped lets 4\sqrt(2) pass for 4
         if self.peek().kind != "end":
             raise Unreadable(f"{self.peek().text!r} is not expected")
         return value
@@ -295,6 +301,7 @@ class Parser:
         found, separators = self.items(spread)
         if len(found) == 1 and not separators:
             return found[0]
+        # "or" joins inequalities to one set, "and" intersects them; with a comma they are a list
         if separators in ({"or"}, {"and"}) and all(is_ray(item) for item in found):
             return functools.reduce(functools.partial(join_rays, *separators), found)
         return List(tuple(found))
@@ -313,10 +320,12 @@ class Parser:
 
     def spread(self) -> list[Value]:
         """An item once for each choice of its plus-minus signs; with minus-plus they are tied."""
+        # Kept and put back, because a set in braces inside the item spreads signs of its own
         start, outer = self.at, (self.signs, self.signs_used)
         self.signs, self.signs_used = (), 0
         found = [self.item()]
         count, tied = self.signs_used, any(t.text == "\\mp" for t in self.tokens[start : self.at])
+        # Each sign doubles the readings
         if count > 3:
             raise TooBig("too many plus-minus signs")
         # The item was read with the first choice, all False; now the others.
@@ -356,6 +365,7 @@ class Parser:
 
     def only_words(self) -> str | None:
         """The words up to the next separator if there is nothing else, as in \\text{east}."""
+        # Outside of \text one or two letters are a product of unknowns
         end = self.at
         while end < len(self.tokens) and (
             self.tokens[end].kind == "word"
@@ -375,6 +385,7 @@ class Parser:
             return value
         unit = self.unit()
         if currency:
+            # \$5 dollars is one unit twice, \$5 cents is not
             if unit not in (None, ((currency, 1),)):
                 raise Unreadable("two units")
             unit = ((currency, 1),)
@@ -419,6 +430,7 @@ class Parser:
     def unit_ahead(self) -> bool:
         """Whether the next token is a unit; outside of \\text only if its name is long."""
         token = self.peek()
+        # 5m in a formula is five times m, 5\text{ m} is a length
         long = token.in_text or len(token.text) > 2 or token.text in BARE_UNITS
         return token.kind == "word" and unit_word(token) in UNITS and long
 
@@ -426,6 +438,7 @@ class Parser:
         """Whether the sign is a minus; a plus-minus takes the choice of this reading."""
         if operator in ("+", "-", None):
             return operator == "-"
+        # The first reading has no choices yet: it takes every upper sign and counts them
         minus = self.signs_used < len(self.signs) and self.signs[self.signs_used]
         self.signs_used += 1
         return minus != (operator == "\\mp")
@@ -460,6 +473,7 @@ class Parser:
                 return scaled(times(*factors, MINUS_ONE if minus else ONE), factor)
             factor = number(negative(factor) if minus else factor)
             factors.append(Inv(factor) if operator == "/" else factor)
+        # A single factor may be a set or a tuple, which `times` would refuse
         return times(*factors) if len(factors) > 1 else factors[0]
 
     def factor_ahead(self, factors: Sequence[Value]) -> bool:
@@ -480,11 +494,13 @@ class Parser:
         """An atom with its exponent, factorial and degree sign."""
         base, raised = self.atom(), False
         while True:
+            # n!! is the double factorial and not (n!)!: left unread, so that it is refused
             if self.peek().text == "!" and self.peek(1).text != "!":
                 self.at += 1
                 base = Factorial(number(base))
             elif self.accept("@"):
                 base = Deg(number(base))
+            # x^2^3 could be either order, and is an error in TeX
             elif not raised and self.accept("^"):
                 base, raised = Pow(number(base), self.argument()), True
             else:
@@ -547,10 +563,12 @@ class Parser:
             period = self.raw()
             if not re.fullmatch(r"\d{1,200}", period, re.ASCII):
                 raise Unreadable("a repeating part that is not digits")
+            # A period p of k digits is p / (10^k - 1), shifted by the decimals before it
             repeated = Fraction(int(period), 10 ** len(period) - 1)
             return Num(exact(digits) + repeated / 10 ** len(digits.split(".")[1]))
         if self.accept("_"):
             return based(digits, self.raw())
+        # 0.(3) would be read as 0 times 3
         if digits.endswith(".") and following == "(":
             raise Unreadable("a decimal point before a bracket")
         # 1\frac{4}{5} is a sum, while 1\frac{x}{5} is a product
@@ -565,6 +583,7 @@ class Parser:
         elif self.peek().kind == self.peek(2).kind == "num" and self.peek(1).text == "/":
             part = over(Num(exact(self.peek().text)), Num(exact(self.peek(2).text)))
             self.at += 3
+        # Only a proper fraction makes a mixed number: 3\frac{5}{2} is a product
         match part:
             case Mul((Num(above), Inv(Num(below)))):
                 if 0 < above < below and above.denominator == below.denominator == 1:
@@ -599,10 +618,12 @@ class Parser:
         """Brackets: grouping, a tuple or an interval. TeX braces are invisible."""
         start, opening = self.at, self.peek().text
         self.at += 1
+        # Inside of a bracket a | opens an absolute value again
         bars, self.bars = self.bars, 0
         found, separators = self.items(spread=False)
         self.bars = bars
         if separators and opening != "{":
+            # A half-open interval closes with another bracket than it opens with
             closing = self.expect(")", "]", "\\rangle")
             return Tuple(opening + closing, tuple(found))
         self.expect(CLOSING[opening])
@@ -684,6 +705,7 @@ class Parser:
             value = over(Fn("ln", inner), Fn("ln", base or Num(Fraction(10))))
         else:
             value = Fn(name, inner)
+        # \sin^{-1} x is the inverse; with other functions it may be either, and is refused
         if exponent == MINUS_ONE:
             if name not in ("sin", "cos", "tan"):
                 raise Unreadable("an inverse function or a reciprocal")

@@ -49,6 +49,7 @@ class Verdict(NamedTuple):
 class PartVerdict(Verdict):
     """A Verdict whose score need not be 0 or 1, such as the share of tests passed (rewards.py)."""
 
+    # Hides the property of Verdict, so that each verdict can hold its own
     score = 0.0
 
     def __new__(cls, correct: bool, reason: str, answer: str | None, score: float) -> "PartVerdict":
@@ -79,12 +80,14 @@ def serve(verifiers: Mapping[str, Grade]) -> None:
     verifiers: what grades each kind; "math" must be one of them.
     """
     if sys.platform == "linux":
+        # Without it a worker that computes while the trainer is killed lives on as an orphan
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     # Ctrl-C and a scheduler's SIGTERM are for the trainer, which still needs verdicts to finish
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # The protocol gets descriptors of its own; 0 and 1 lead nowhere from here on
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -125,6 +128,7 @@ class Child:
             self.exchange(b"", time.monotonic() + START_SECONDS)
         except (TimeoutError, EOFError):
             self.stop()
+            # An error and not a verdict, or every reward of the run would be 0
             raise RuntimeError(
                 f"a verifier worker does not start; run `{' '.join(command)}` to see why"
             ) from None
@@ -158,6 +162,7 @@ class Child:
                 data = data[os.write(stdin, data[: 1 << 16]) :]
                 if not data:
                     poll.unregister(stdin)
+            # The end of the process shows as readable with nothing to read
             if stdout in ready:
                 chunk = os.read(stdout, 1 << 16)
                 if not chunk:
@@ -197,6 +202,7 @@ class Worker(Child):
         # A label may come out of a parquet file as a number of NumPy, which is not JSON
         response, label = (None if text is None else str(text) for text in (response, label))
         # The worker's own alarm is later than our deadline, so that we say "timeout" and not "died"
+        # The deadline starts here, after `launch`: a slow start is not charged to the pair
         request = json.dumps([response, label, think, kind, 2 * timeout_s + 1]).encode() + b"\n"
         try:
             return PartVerdict(*json.loads(self.exchange(request, time.monotonic() + timeout_s)))
@@ -205,6 +211,7 @@ class Worker(Child):
         except (EOFError, BrokenPipeError, ConnectionResetError):
             reason = "died"
         self.stop()
+        # The next pair starts a new process: this one may still compute, or be half through a reply
         return Verdict(False, reason, None)
 
 
@@ -224,6 +231,7 @@ class Verifier:
         self.workers: list[Worker] = []
         # Each thread of the pool owns one worker: PDEATHSIG follows the thread that started a child
         self.pool = ThreadPoolExecutor(num_workers, "verify", self._own_worker)
+        # Start all now: imports take seconds, which the first step would have to wait for
         for _ in range(num_workers):
             self.pool.submit(self._warm_up)
 

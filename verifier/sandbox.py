@@ -36,6 +36,7 @@ MEMORY = 1 << 30  # bytes of address space
 OUTPUT = 1 << 20  # bytes of output
 
 # Numbers of the allowed system calls on x86-64 and on arm64
+# What is not named is refused, so that calls of later kernels need no entry
 ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -94,12 +95,17 @@ def filter_program() -> tuple[bytes, int]:
     a filter's reach: it "does not exist", so that the C library takes clone.
     """
     column, architecture = ARCHITECTURES[platform.machine()]
+    # BPF: load a word, jump if equal, jump if a bit is set, return. Of the two numbers after the
+    # code the first is how far to jump if so, the second if not
     load, equal, has_bits, answer = 0x20, 0x15, 0x45, 0x06
+    # What the kernel does: allow; fail with EPERM; fail with ENOSYS; kill the process
     allow, refuse, missing, kill = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38, 0x80000000
+    # The architecture first: in 32-bit mode the same numbers are other system calls
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
     for numbers in ALLOWED.values():
         lines += [(equal, 0, 1, numbers[column]), (answer, 0, 0, allow)]
     lines += [(equal, 0, 1, CLONE3[column]), (answer, 0, 0, missing)]
+    # Everything else ends at `refuse`: the program sees PermissionError and can go on
     lines += [(equal, 1, 0, CLONE[column]), (answer, 0, 0, refuse), (load, 0, 0, 16)]
     lines += [(has_bits, 0, 1, CLONE_THREAD), (answer, 0, 0, allow), (answer, 0, 0, refuse)]
     return b"".join(struct.pack("HBBI", *line) for line in lines), len(lines)
@@ -110,6 +116,7 @@ def install_filter(libc: ctypes.CDLL) -> None:
     code, length = filter_program()
     text = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", length, ctypes.addressof(text))
+    # Without NO_NEW_PRIVILEGES the kernel takes a filter from root only
     if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(SET_SECCOMP, 2, program, 0, 0):
         raise OSError("the kernel refuses the filter")
 
@@ -127,6 +134,7 @@ def confine(libc: ctypes.CDLL, server: int, source: int, sink: int, seconds: flo
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     # RLIMIT_NPROC counts all processes of the user, ours included: the filter does its work.
+    # RLIMIT_CPU is in whole seconds: rounded up
     limits = {"CPU": int(seconds + 0.999), "AS": MEMORY, "FSIZE": OUTPUT, "NOFILE": 3, "CORE": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -139,6 +147,7 @@ def run(code: str, function: str | None, argument: str | list) -> None:
     """Execute the program; with a function, call it (or the method of class Solution) and print
     what it returned as the last line.
     """
+    # Loaded before by `serve`: from here on no import can open a file
     import random
 
     random.seed(0)  # a verdict should not change on repetition
@@ -157,6 +166,7 @@ def attempt(
     argument: the text on standard input, or the list of arguments of the function. seconds: of CPU;
     three times as many on the clock.
     """
+    # Files and not pipes: nobody reads while the program runs, and RLIMIT_FSIZE bounds the output
     source, sink, server = os.memfd_create("input"), os.memfd_create("output"), os.getpid()
     if function is None:
         os.write(source, argument.encode("utf-8", "replace"))

@@ -24,12 +24,14 @@ class TooBig(Exception):
 
 # Two records are equal if their classes and all fields are. A NamedTuple would not do: it equals
 # every other tuple of the same fields, so that the symbol e would be the constant e.
+# Frozen, because readings are cached and shared between responses.
 record = dataclass(frozen=True, slots=True)
 
 
 class Value:
     """What an answer is read as; `kind` says it to a user."""
 
+    # Without it every record below would have a __dict__ next to its slots
     __slots__ = ()
     kind: ClassVar[str]
 
@@ -120,6 +122,7 @@ class App(Expr):
 class Deg(Expr):
     """A number with a degree sign."""
 
+    # Kept as it is, since only later is it known: a factor of pi/180 in sin, elsewhere a unit
     inner: Expr
 
 
@@ -152,6 +155,7 @@ class Binom(Expr):
     k: Expr
 
 
+# Sorted, so that equal units are equal tuples
 UnitOf = str | tuple[tuple[str, int], ...]  # "%", or sorted pairs of unit and exponent
 DEGREES: UnitOf = (("degree", 1),)
 
@@ -169,6 +173,7 @@ class Unit(Value):
 class Based(Value):
     """A number written in a base other than ten."""
 
+    # Not an Expr: it equals only the same number in the same base
     value: int
     base: int
     kind = "a number in another base"
@@ -229,6 +234,7 @@ class Matrix(Value):
 class Ratio(Value):
     """3 : 4; is_clock: written as a time of day could be, 12:05."""
 
+    # Not a quotient: 3 : 4 is not 3/4
     is_clock: bool
     parts: tuple[Expr, ...]
     kind = "a ratio"
@@ -325,6 +331,7 @@ def number(value: Value) -> Expr:
     raise Unreadable(f"arithmetic with a {type(value).__name__.lower()}")
 
 
+# There is no record for a difference or a quotient: a - b is a + (-1) b, a/b is a times Inv(b)
 def times(*factors: Value) -> Expr:
     """The product, with plain numbers kept plain: -3 is Num(-3)."""
     left = [factor for factor in map(number, factors) if factor != ONE]
@@ -355,4 +362,5 @@ def scaled(factor: Expr, value: Value) -> Value:
 
 def over(above: Value, below: Value) -> Expr:
     """Quotient of two numbers."""
+    # 1/0 can be read; it is refused when it is compared
     return Mul((number(above), Inv(number(below))))
