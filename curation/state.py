@@ -1,4 +1,4 @@
-"""What curate.py has sampled so far, on disk: a killed run goes on, and other thresholds need no
+"""What curate.py has sampled so far, on disk: a killed run continues, and other thresholds need no
 new samples.
 """
 
@@ -22,7 +22,7 @@ class StateFile:
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], chunk: int):
-        """Read what is there, or start a file. chunk: rows between two writes. ConfigError if the
+        """Read the file, or start one. chunk: rows between two writes. ConfigError if the
         file holds results of other settings.
         """
         self.file, self.chunk = file, chunk
@@ -39,7 +39,7 @@ class StateFile:
         changed = [name for name in settings if settings[name] != stored[0].get(name)]
         if changed:
             raise ConfigError(
-                f"{file} holds the samples of a run with other {', '.join(changed)}; delete it to "
+                f"{file} has the samples of a run with other {', '.join(changed)}; delete it to "
                 "start again, or choose another --output."
             )
         for line in stored[1:]:
@@ -61,8 +61,8 @@ class StateFile:
 
     def add(self, stage: str, results: dict[int, Any]) -> None:
         """Store a chunk of results."""
-        # Those of rank 0 for all ranks. A grader that times out on one of them would else make the
-        # ranks keep different rows, and they would wait for each other forever.
+        # Those of rank 0 for all ranks. A grader that times out on one of them would otherwise make
+        # the        # ranks keep different rows, and they would wait for each other forever.
         (results,) = distributed.gather([results] if distributed.rank() == 0 else [])
         self._append({stage: results})
         self.results[stage] |= results

@@ -120,7 +120,7 @@ def stored_group(run: Path, step: int) -> ResponseGroup:
 
 
 def advantages(group: ResponseGroup, name: str) -> tuple[Tensor, dict]:
-    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
+    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings used for them."""
     # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
     settings = vars(Config()) | ALGORITHMS[name].defaults

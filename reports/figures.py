@@ -270,7 +270,7 @@ def v_around_error(run: Path) -> np.ndarray | None:
 
 
 def logged_groups(run: Path) -> dict[tuple, list[dict]]:
-    """Rows of rollouts.jsonl that hold values, by step and group; {} if the run's task is not the
+    """Rows of rollouts.jsonl that have values, by step and group; {} if the run's task is not the
     embedded one.
     """
     groups: dict[tuple, list[dict]] = defaultdict(list)

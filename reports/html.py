@@ -1,6 +1,6 @@
 """report.html, a run on one page: `python diagnose.py --report RUN_DIR`.
 
-Figures, and sampled responses with their tokens coloured by advantage or by value. The page holds
+Figures, and sampled responses with their tokens coloured by advantage or by value. The page has
 everything itself and loads nothing, so it can be mailed and opened anywhere.
 """
 
@@ -215,7 +215,7 @@ def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
     """The switch and the meaning of the colours."""
     rows = [row for group in groups for row in group]
     if not rows:
-        return "<p>rollouts.jsonl holds no response with advantages (see --log-samples).</p>"
+        return "<p>rollouts.jsonl has no response with advantages (see --log-samples).</p>"
     levels = range(1, LEVELS + 1)
     switch = '<label><input type="radio" name="by" value="a" checked> advantage</label>'
     if any(row.get("values") for row in rows):
