@@ -45,8 +45,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def append_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:
-    """Append rows, on the disk when this returns: they must be there before their checkpoint. A
-    NaN, which JSON does not have, becomes null; default: what writes other values, as in json.dumps.
+    """Append rows, on the disk when this returns: they must be there before their checkpoint.
+    NaN, which JSON does not have, becomes null. default: writes other values, as in json.dumps.
     """
     try:
         with open(file, "a", encoding="utf-8") as out:

@@ -110,9 +110,9 @@ class Sampler:
 
         Unfinished rollouts continue from the tokens they have. `on_finish(rollout)` is called for
         each that ends, in the order of the decode steps. `next_rollouts()` is called before free
-        slots are filled: the rollouts that it returns, of any of `problems`, go to the end of the queue;
-        None ends the run and leaves all as they are. Adds to `counts`: decode_steps, row_steps (the
-        sum of the rows over them), prefill_tokens, preempted. Holds no memory afterwards.
+        slots are filled: the rollouts that it returns, of any of `problems`, go to the end of the
+        queue; None ends the run and leaves all as they are. Adds to `counts`: decode_steps,
+        row_steps (the sum of the rows over them), prefill_tokens, preempted. Frees its memory.
         """
         known = [*problems, *(r.problem for r in rollouts)]
         scheduler = Scheduler(self._new_cache(known, max_new_tokens), self.slots, rollouts)
