@@ -51,7 +51,7 @@ class Config:
     model: str = option(str(ROOT / "assets/tiny-base"), "start policy: a Hugging Face directory or hub id", section="Start with these")
     data: str = option(str(ROOT / "assets/train.jsonl"), "training problems, a prompt and a label per row: .jsonl or .parquet file, or hub data set NAME[:CONFIG][@SPLIT]")
     eval_data: str = option(str(ROOT / "assets/eval.jsonl"), "held-out problems, same formats; empty: no evaluation")
-    prompt_suffix: str = option("", "text added after every prompt, on a line of its own, such as a request to box the answer")
+    prompt_suffix: str = option("", "text added after every prompt, on its own line, such as a request to box the answer")
     output_dir: str = option("", "run directory; empty: a new one under runs/")
     resume: bool = option(False, "continue the run in --output-dir from its newest checkpoint")
     seed: int = option(0, "seed of data order and sampling", "[0, 4294967295]")

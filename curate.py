@@ -75,7 +75,7 @@ class CurateConfig:
 
     max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)", section="Sampling and machine")
     think: str = option("auto", "thinking tags: auto, require or none, as in train.py", CHOICES["think"])
-    seed: int = option(0, "seeds sampling and the choice among problems that are too hard", "(-inf, inf)")
+    seed: int = option(0, "seed of sampling and of the choice among problems that are too hard", "(-inf, inf)")
     chunk: int = option(256, "problems between two writes of the state file", "(0, inf)")
     slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
     device: str = option("auto", "auto, cpu or cuda", CHOICES["device"])
@@ -117,7 +117,7 @@ class Curation:
 
     config: CurateConfig
     rows: list[RawProblem]
-    evaluation: dict[str, str]  # place -> text of each problem that must not be among the rows
+    evaluation: dict[str, str]  # FILE:LINE -> text of each problem that must not be among the rows
     state: StateFile
     solver: Solver
     grader: Verifier

@@ -119,7 +119,7 @@ class DataOrder:
         """
         if len(state["tried"]) != self.num_problems:
             raise ValueError(
-                f"the checkpoint knows {len(state['tried'])} problems, --data holds "
+                f"the checkpoint knows {len(state['tried'])} problems, --data has "
                 f"{self.num_problems}; resume with the data of the run."
             )
         then = state.get("digests", ())  # checkpoints of earlier versions have no digests

@@ -171,7 +171,7 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
             p.wait()
     code = ranks[first].returncode
     why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    return f"error: rank {first} {why}, and the others were ended with it."
+    return f"error: rank {first} {why}, so the others were stopped."
 
 
 def exit_with(message: str) -> NoReturn:
@@ -319,13 +319,13 @@ def _collective_device() -> torch.device:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective); other tensors as they are."""
+    """The full tensor of a sharded one (a collective); other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a (sharded) module into a whole one of another dtype, one tensor at a
+    """Copy the weights of a (sharded) module into an unsharded one of another dtype, one tensor at a
     time.
     """
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):

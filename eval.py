@@ -52,7 +52,7 @@ class Options:
     n: int = option(16, "responses per problem", "(0, inf)")
     compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
     critic: str = option("", "critic (or run): also best-of-k by the highest final V")
-    output: str = option("", "JSON file to write; with --compare a figure .png next to it")
+    output: str = option("", "JSON file to write; with --compare also a .png figure next to it")
     save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)", section="Problems")
@@ -68,7 +68,7 @@ class Options:
     think: str | None = option(None, "thinking tags: auto, require or none (default: the run's)", CHOICES["think"])
     force_budget: bool = option(False, "close a thought that the budget cuts off, ask for the answer")
     answer_tokens: int = option(32, "budget of the answer after a forced end", "(0, inf)")
-    seed: int = option(0, "seeds sampling and bootstrap", "(-inf, inf)")
+    seed: int = option(0, "seed of sampling and bootstrap", "(-inf, inf)")
 
     device: str = option("auto", "auto, cpu or cuda", CHOICES["device"], section="Machine")
     dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32", CHOICES["dtype"])

@@ -1,6 +1,6 @@
 """Files of JSON lines, and what a run directory contains.
 
-JSON lines are read with the place of each line, for messages about it, and written so that a kill
+JSON lines are read with the location of each line, for messages, and written so that a kill
 at any moment leaves whole lines.
 """
 
@@ -34,7 +34,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The object of one line; ValueError with its place `where` if it is not one."""
+    """The object of one line; ValueError with its location `where` if it is not one."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as error:  # str(error) would count lines and columns within this line

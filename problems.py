@@ -178,7 +178,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) 
 
 
 def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
-    """The prompt with `suffix` on a line of its own after the text, or after the last message."""
+    """The prompt with `suffix` on its own line after the text, or after the last message."""
     if not suffix:
         return prompt
     if isinstance(prompt, str):

@@ -206,7 +206,7 @@ class Collector:
         works = distributed.gather([self.sampler.counts])
         for work in works:
             counts.update(work)
-        # A rank with nothing to decode idles while the one with the most steps goes on.
+        # A rank with nothing to decode idles while the one with the most steps continues.
         counts["decode_steps"] = len(works) * max(work["decode_steps"] for work in works)
         resume = [*by_number(later), *aborted, *waiting] if config.partial_rollout else []
         return Collected(by_number(kept), resume, ended, counts)

@@ -5,7 +5,7 @@ One step, in the order of the method:
     1 collect     sample groups of responses, verify, keep those with signal   rollout.collect
     2 shape       actor: reward + overlong penalty; critic: reward             shape_rewards
     3 values      V of every token, before the critic moves                    score_critic
-    4 advantages  by the algorithm; whitening is a step of its own             compute_advantages
+    4 advantages  by the algorithm; whitening is a separate step               compute_advantages
     5 critic      one or more updates towards the raw reward                   update_critic
     6 policy      old log-probs, then one or more updates of the surrogate,    score_policy,
                   once the critic has warmed up                                update_policy
@@ -382,7 +382,7 @@ def update_policy(
     """Maximise the surrogate objective; returns the policy's metrics."""
     config, sums, mask = run.config, run_metrics.Sums(), loss_mask(batch, run.config)
     # w = pi_old / pi_rollout: sampler and trainer compute in different precisions and orders, and
-    # partial rollouts hold tokens of older weights.
+    # partial rollouts contain tokens of older weights.
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
     )

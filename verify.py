@@ -156,7 +156,7 @@ def compare(pred: str, label: str) -> str:
     """The reason (a key of REASONS) for two texts without their wrappings."""
     if not pred or not label:
         return "empty"
-    if pred == label:  # also where nobody can read them: a label \int x dx is matched by itself
+    if pred == label:  # even if unreadable: a label \int x dx is matched by itself
         return "ok"
     # Many labels are plain integers: the same verdict as below, without parsing
     if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in (pred, label)):

@@ -103,7 +103,7 @@ def prompt_text(prompt: str | list[dict]) -> str:
 
 
 def load_texts(paths: Sequence[str], prompt_key: str) -> dict[str, str]:
-    """Text of every prompt of evaluation sets, by its place. Its column is prompt_key in rows that
+    """Text of every prompt of evaluation sets, by FILE:LINE. Its column is prompt_key in rows that
     have it, else found. ValueError for a row without a prompt.
     """
     texts = {}

@@ -17,13 +17,13 @@ from distributed import progress_bar
 class StateFile:
     """Results by stage and row, in a JSONL file.
 
-    The first line holds the settings that the results depend on, every further one a chunk of work,
+    The first line is the settings that the results depend on, every further one a chunk of work,
     {stage: {row: result}}: a kill loses at most the chunk in progress.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], chunk: int):
         """Read the file, or start one. chunk: rows between two writes. ConfigError if the
-        file holds results of other settings.
+        file has results of other settings.
         """
         self.file, self.chunk = file, chunk
         self.results: dict[str, dict[int, Any]] = defaultdict(dict)

@@ -61,7 +61,7 @@ class Arm(NamedTuple):
     label: str
     flags: dict[str, Any]  # of train.py, over COMMON
     rate_of: str = ""  # the label in the grid whose best learning rate it takes,
-    rate: str = ""  # unless it has a rate of its own
+    rate: str = ""  # unless it has its own rate
     oracle: bool = False  # the critic knows: experiments/long_oracle.py instead of train.py
 
     def but(self, change: str, **flags) -> "Arm":
@@ -248,7 +248,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def execute(job: Job, root: Path) -> None:
-    """Make a run in a process and on a core of its own."""
+    """Make a run in its own process and on its own core."""
     command = [sys.executable, *job.command(root)]
     log = root / f"{job.folder(root).name}.log"
     with open(log, "w") as out:

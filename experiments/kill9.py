@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def start(folder: Path, data: Path) -> int:
-    """Begin or resume the run in a process of its own; returns its id."""
+    """Begin or resume the run in its own process; returns its id."""
     pid = os.fork()
     if pid:
         return pid

@@ -63,7 +63,7 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
     groups = []
     for row in read_rows(file_of(run, "rollouts.jsonl")):
         if row["step"] == step and row["kept"]:
-            # A new group at sample 0, not at another problem: where an epoch ends, a step may hold
+            # A new group at sample 0, not at another problem: where an epoch ends, a step may have
             # the same problem twice.
             if row["sample_index"] == 0 or not groups:
                 groups.append([])

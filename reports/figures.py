@@ -295,7 +295,7 @@ def window(values: Sequence[float], at: int) -> np.ndarray:
 
 
 def mean_where_known(windows: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean of windows, place by place over those that have a value there; NaN where none has."""
+    """Mean of windows, at each position over those that have a value there; NaN where none has."""
     return np.ma.masked_invalid(windows).mean(0).filled(np.nan)
 
 

@@ -28,7 +28,7 @@ CHANGES = {  # rows of the first table: metrics at the first and the last step
     "explained variance of the outcome": "critic/explained_variance",
     "AUC of V at the last token, within groups": "critic/end_auc",
 }
-# Responses are a model's text and may hold tags: all that is filled in is escaped, and the policy
+# Responses are a model's text and may contain tags: all inserted text is escaped, and the policy
 # below lets the page load nothing.
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">

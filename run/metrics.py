@@ -73,7 +73,7 @@ class Clock:
         begin = time.perf_counter()
         yield
         if torch.cuda.is_available():
-            # Not the whole device: with --async-steps a rollout runs in a stream of its own.
+            # Not the whole device: with --async-steps a rollout runs in its own stream.
             torch.cuda.current_stream().synchronize()
         self.seconds[phase] = time.perf_counter() - begin
 
@@ -352,7 +352,7 @@ def open_reporter(
     id_ = note.read_text() if note.exists() else None
     run = wandb.init(dir=folder, name=folder.name, config=asdict(config), id=id_, resume="allow")
     note.write_text(run.id)
-    # An axis of our own: wandb's counter refuses the steps that a resumed run does again.
+    # Our own axis: wandb's counter refuses the steps that a resumed run does again.
     run.define_metric("*", step_metric="step")
     return lambda step, metrics: run.log({"step": step} | finite(metrics))
 
@@ -398,7 +398,7 @@ def report(folder: Path, step: int, steps: int) -> None:
 
 
 def draw_figures(folder: Path) -> None:
-    """Have diagnose.py draw figures in a process of its own: if matplotlib is missing, that costs a
+    """Have diagnose.py draw figures in its own process: if matplotlib is missing, that costs a
     line, not the run.
     """
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]

@@ -264,7 +264,7 @@ def micro_batch_tokens(config: Config) -> int:
 
 
 def step_scalars(config: Config, critic: bool) -> float:
-    """Bytes of the (N, T) tensors of a step, which every rank holds whole.
+    """Bytes of the (N, T) tensors of a step, complete on every rank.
 
     A mask; behaviour and old log-probs, entropy, two rewards, advantages and importance weights;
     with a critic values and returns; all but the mask float32.

@@ -52,7 +52,7 @@ def saves_minibatch(
     inputs: NamedTuple,
 ) -> Iterator[None]:
     """On a FloatingPointError within, write the weights of `part` and what its loss reads of the
-    minibatch `rows` for --replay, and re-raise the error with the place of both.
+    minibatch `rows` for --replay, and re-raise the error with the paths of both.
 
     row_weights (N,) and the fields of `inputs` (N, T) are what the loss reads besides the model.
     """

@@ -90,7 +90,7 @@ def read_problems(
 
 
 def run_directory(config: Config) -> Path:
-    """The run directory, the same on every rank; ConfigError if it holds another run."""
+    """The run directory, the same on every rank; ConfigError if it is of another run."""
     name = config.output_dir or str(
         ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
     )

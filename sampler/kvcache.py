@@ -3,7 +3,7 @@
 Memory grows with the tokens that are stored, not with slots x longest response, and responses that
 begin alike share the pages of their beginning: a prompt is stored, and on a CPU read, once per
 group. Here with pages of 4 tokens: three responses a, b, c to a prompt of 9 stored tokens share its
-two full pages, and each has a copy of the ninth token in the first page of its own:
+two full pages, and each has a copy of the ninth token in its own first page:
 
     page in the pool     0        1   2   3   4   5   6   7    ...    98     99
     read by           padding     a   b   c   a   c   -   -          a b c  a b c

@@ -197,7 +197,7 @@ def test_a_dead_rank_ends_one_that_decodes_and_waits_for_nothing(tmp_path):
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(100)\n"
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
-    assert "error: rank 1 was killed by SIGKILL, and the others were ended" in result.stderr
+    assert "error: rank 1 was killed by SIGKILL, so the others were stopped" in result.stderr
 
 
 def test_the_launcher_passes_sigterm_on_and_waits(tmp_path):

@@ -90,7 +90,7 @@ class Budget:
 BUDGET = Budget()
 charge = BUDGET.charge
 
-# A context of our own, so that nobody else changes its precision. One Evaluator is used at a time.
+# Our own context, so that nobody else changes its precision. One Evaluator is used at a time.
 MP = mpmath.MPContext()
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 Number = Any  # a Fraction, or a real or complex number of MP

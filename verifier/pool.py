@@ -106,7 +106,7 @@ def serve(verifiers: Mapping[str, Grade]) -> None:
 
 
 class Child:
-    """A process that answers lines with lines, in a process group of its own that ends with it."""
+    """A process that answers lines with lines, in its own process group, which ends with it."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
@@ -130,7 +130,7 @@ class Child:
             ) from None
 
     def stop(self) -> None:
-        """Kill the whole group: a worker for programs has a child process of its own."""
+        """Kill the whole group: a worker for programs has its own child process."""
         if self.process:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is dead already
                 os.killpg(self.process.pid, signal.SIGKILL)

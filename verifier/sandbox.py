@@ -152,7 +152,7 @@ def run(code: str, function: str | None, argument: str | list) -> None:
 def attempt(
     libc: ctypes.CDLL, code: str, function: str | None, argument: str | list, seconds: float
 ) -> tuple[str, str]:
-    """One test in a process of its own -> (outcome, output); outcome: ok, crash or slow.
+    """One test in its own process -> (outcome, output); outcome: ok, crash or slow.
 
     argument: the text on standard input, or the list of arguments of the function. seconds: of CPU;
     three times as many on the clock.
