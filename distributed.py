@@ -325,8 +325,8 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a (sharded) module into an unsharded one of another dtype, one tensor at a
-    time.
+    """Copy the weights of a (sharded) module into an unsharded one of another dtype, one tensor at
+    a time.
     """
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         ours.copy_(full(theirs))

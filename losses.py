@@ -392,7 +392,7 @@ def approx_kl(
     d = log pi - log pi_ref.  k1 = d,  k2 = d^2 / 2,  k3 = e^-d + d - 1, all with the KL
     as their mean (k2 nearly). As a loss their gradients differ: k1 gives 0 on average, k2 that of
     KL(pi || pi_ref), k3 that of KL(pi_ref || pi). k3 times the live `ratio` pi / pi_old gives
-    KL(pi || pi_ref) exactly; estimator "k3_is" names that product. `bound` clamps the result.
+    KL(pi || pi_ref) exactly; estimator "k3_is" names that product. `bound` clamps to +-bound.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     d, _ = usable_difference(logprobs, ref_logprobs, mask)

@@ -62,7 +62,7 @@ class StateFile:
     def add(self, stage: str, results: dict[int, Any]) -> None:
         """Store a chunk of results."""
         # Those of rank 0 for all ranks. A grader that times out on one of them would otherwise make
-        # the        # ranks keep different rows, and they would wait for each other forever.
+        # the ranks keep different rows, and they would wait for each other forever.
         (results,) = distributed.gather([results] if distributed.rank() == 0 else [])
         self._append({stage: results})
         self.results[stage] |= results
