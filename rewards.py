@@ -383,7 +383,7 @@ def check_code(label: dict[str, Any]) -> None:
         name = isinstance(function, str) and function.isidentifier()
         require(name, f"`fn_name` of a code label must be a name, not {function!r}")
         arguments = all(isinstance(argument, list) for argument in inputs)
-        require(arguments, "with `fn_name` each of `inputs` must list the arguments of one call")
+        require(arguments, "with `fn_name` each of `inputs` must be a list of arguments")
     different = {json.dumps(output, sort_keys=True) for output in outputs}
     require(len(different) > 1, "a code label needs two different outputs, else a constant passes")
 
