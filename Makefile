@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up everything on a fresh clone.
-# Where all requirements are installed already: make test PYTHON=python3 VENV=
+# If all requirements are already installed: make test PYTHON=python3 VENV=
 VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(if $(VENV),$(VENV)/.installed)
@@ -29,7 +29,7 @@ test-kill: $(STAMP)
 lint: $(STAMP)
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 
-# Make the committed problems and base models again (about 8 minutes)
+# Rebuild the committed problems and base models (about 8 minutes)
 assets: $(STAMP)
 	$(PYTHON) assets/make_assets.py && $(PYTHON) -m experiments.make_long_assets && $(PYTHON) -m experiments.make_sums
 

@@ -1,4 +1,4 @@
-"""The table of algorithms, and the parts that only its other rows use.
+"""The table of algorithms, and the parts that GRPO, PPO and JustRL II do not use.
 
 A row of ALGORITHMS (end of the file) is an advantage x objective x aggregation x off-policy weight
 x filter. What GRPO, PPO and JustRL II need is in losses.py, with the notation.
@@ -73,7 +73,7 @@ def reward_to_go_advantages(
 ) -> tuple[Tensor, None]:
     """Discounted sum of the rewards still to come, REINFORCE++ (2501.03262).
 
-    Without a baseline of its own: whiten over the batch afterwards.
+    It has no baseline: whiten over the batch afterwards.
     """
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, 1.0, gamma)[0], None
 
@@ -211,9 +211,9 @@ TENSORS = {"token_rewards", "raw_token_rewards", "values", "mask", "group_ids"}
 
 
 class Algorithm(NamedTuple):
-    """One row: `defaults` are the configuration fields it sets where the user has not.
+    """One row: `defaults` are the configuration fields it sets unless the user has.
 
-    advantage: keyword arguments out of TENSORS and the fields of config.Config; returns
+    advantage: keyword arguments from TENSORS and the fields of config.Config; returns
     (advantages (N, T), value targets (N, T) or None). objective: a key of OBJECTIVES.
     """
 
@@ -257,7 +257,7 @@ def row(
     return algorithm
 
 
-# Defaults of every row that does not say otherwise.
+# Defaults of every row unless it says otherwise.
 # fmt: off
 COMMON = dict(
     aggregation="token-mean", ratio_level="token", clip_low=0.2, clip_high=0.2, dual_clip=None,
@@ -300,7 +300,7 @@ ALGORITHMS = {
         dynamic_sampling=False, critic_updates_per_step=2),
     "justrl2": row(justrl2_advantages, "clip", "lambda k^(1/L), target the outcome, IcePop",
         **JUSTRL2),
-    "justrl2_group": row(justrl2_advantages, "clip", "JustRL II less the group's critic error",
+    "justrl2_group": row(justrl2_advantages, "clip", "JustRL II minus the group's critic error",
         **JUSTRL2, group_center=True),
 }
 # fmt: on

@@ -34,7 +34,7 @@ def option(
 ) -> Any:
     """A field that is also a flag.
 
-    allowed: an interval such as "(0, 1]", or a tuple of all the values there are. needs: the field
+    allowed: an interval such as "(0, 1]", or a tuple of all values. needs: the field
     without which this one does nothing. section: the heading of --help that begins with this field.
     """
     metadata = {"help": help, "allowed": allowed, "needs": needs, "section": section}
@@ -51,7 +51,7 @@ class Config:
     model: str = option(str(ROOT / "assets/tiny-base"), "start policy: a Hugging Face directory or hub id", section="Start with these")
     data: str = option(str(ROOT / "assets/train.jsonl"), "training problems, a prompt and a label per row: .jsonl or .parquet file, or hub data set NAME[:CONFIG][@SPLIT]")
     eval_data: str = option(str(ROOT / "assets/eval.jsonl"), "held-out problems, same formats; empty: no evaluation")
-    prompt_suffix: str = option("", "text added after every prompt, on a line of its own, such as a request to box the answer")
+    prompt_suffix: str = option("", "text added after every prompt, on its own line, such as a request to box the answer")
     output_dir: str = option("", "run directory; empty: a new one under runs/")
     resume: bool = option(False, "continue the run in --output-dir from its newest checkpoint")
     seed: int = option(0, "seed of data order and sampling", "[0, 4294967295]")
@@ -64,7 +64,7 @@ class Config:
     group_size: int | None = option(None, "responses per problem (default: 8)", "(0, inf)")
     max_prompt_tokens: int = option(256, "longer prompts are dropped and counted when the data are read", "(0, inf)")
     max_response_tokens: int = option(128, "response budget (tokens, stop token included)", "(0, inf)")
-    overlong_buffer_tokens: int = option(0, "the reward falls linearly over the last tokens of the budget, as many as given here; 0: off", "[0, inf)")
+    overlong_buffer_tokens: int = option(0, "the reward falls linearly over this many last tokens of the budget; 0: off", "[0, inf)")
     temperature: float = option(1.0, "sampling temperature; trained log-probs use it too, V never does", "[0.01, 100]")
     over_sampling: float = option(1.0, "groups kept or running at any time, per group wanted; once enough are kept, the others are aborted", "[1, 100]")
     partial_rollout: bool = option(False, "resume aborted groups in the next step instead of dropping them")
@@ -135,7 +135,7 @@ class Config:
     whiten_advantages: bool | None = option(None, "scale advantages to mean 0, variance 1 over the tokens of the step")
     group_center: bool | None = option(None, "subtract from each response's advantages the critic's mean error (reward - V) on the others of its group (justrl2_group)")
     std_normalize: bool | None = option(None, "divide group advantages by the group's standard deviation")
-    std_ddof: int = option(0, "that deviation's divisor is G - std_ddof; 0: population, 1: sample (as verl has it)", "[0, 1]", needs="std_normalize")
+    std_ddof: int = option(0, "that deviation's divisor is G - std_ddof; 0: population, 1: sample (as in verl)", "[0, 1]", needs="std_normalize")
     ratio_level: str | None = option(None, "ratio that the objective clips: per token, per sequence (GSPO), or sequence-token", ("token", "sequence", "sequence-token"))
     clip_low: float | None = option(None, "lower end of the ratio clip: 1 - clip_low", "[0, inf]")
     clip_high: float | None = option(None, "upper end of the ratio clip: 1 + clip_high", "[0, inf]")
@@ -155,7 +155,7 @@ class Config:
     # fmt: on
 
     def resolved(self, algorithms: Mapping[str, Any]) -> "Config":
-        """A checked copy in which every None took its row's default; `algorithms` is
+        """A checked copy with every None replaced by its row's default; `algorithms` is
         `algorithms.ALGORITHMS`.
         """
         if self.algorithm not in algorithms:
@@ -200,7 +200,7 @@ class Config:
             (self.partial_rollout and self.over_sampling == 1, "partial_rollout",
              "resumes the groups that over-sampling aborts; set --over-sampling above 1 as well"),
             (0 < self.kv_cache_tokens < longest, "kv_cache_tokens",
-             f"({self.kv_cache_tokens}) holds less than one prompt and response of max_prompt_tokens + max_response_tokens ({longest}); raise it, or set 0"),
+             f"({self.kv_cache_tokens}) is less than one prompt and response, max_prompt_tokens + max_response_tokens ({longest}); raise it, or set 0"),
             (self.reward != "correct" and reward_weights(self.reward_mix) != {"correct": 1.0}, "reward_mix",
              f"mixes in correctness, which the control --reward {self.reward} ignores; leave it out"),
             (self.gae_lambda_k is not None and self.gamma != 1, "gamma",
@@ -239,7 +239,7 @@ OF_CRITIC = "value_clip critic_updates_per_step critic_sees_penalty".split()
 FIXED_ON_RESUME = """algorithm model data prompt_key label_key prompt_suffix max_prompt_tokens think
     seed group_size reward reward_mix optimizer""".split()
 # Fields of earlier versions, with the one value that each still has. A run that had another value
-# cannot go on here unchanged.
+# cannot continue here unchanged.
 REMOVED = {
     "failure_weighted": False,
     "length_reward_min_spread": 8000,
@@ -267,7 +267,7 @@ IN_WORDS = {
 def check_values(options: Any) -> None:
     """Compare each field with what its `option` allows; None, for a field that is unset, passes.
 
-    Raises ConfigError about the first wrong field.
+    Raises ConfigError for the first wrong field.
     """
     for f in fields(options):
         value, allowed = getattr(options, f.name), f.metadata["allowed"]
@@ -325,7 +325,7 @@ def reward_weights(mix: str) -> dict[str, float]:
 class Parser(argparse.ArgumentParser):
     """The flags of a dataclass, under the sections of its options in --help.
 
-    No flag can be abbreviated, a flag that is not given leaves no attribute behind, and what
+    No flag can be abbreviated, a flag that is not given sets no attribute, and what
     argparse finds wrong is a ConfigError.
     """
 
@@ -436,7 +436,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 
 
 def warn_of_unused(recipe: Mapping[str, Any], wanted: Config, config: Config, path: str) -> None:
-    """Print which fields of an edited recipe the resumed run does not take."""
+    """Print which fields of an edited recipe the resumed run ignores."""
     unused = [
         f"{name} {getattr(config, name)}, not {getattr(wanted, name)}"
         for name, value in recipe.items()
@@ -444,14 +444,14 @@ def warn_of_unused(recipe: Mapping[str, Any], wanted: Config, config: Config, pa
     ]
     if unused and launched_rank() == 0:
         print(
-            f"WARNING: the resumed run keeps {'; '.join(unused)} of {path}. Use a flag to change a "
+            f"WARNING: the resumed run keeps {'; '.join(unused)} from {path}. Use a flag to change a "
             "field of a run.",
             file=sys.stderr,
         )
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The fields of a YAML recipe as they stand there; ConfigError naming the file if it is
+    """The fields of a YAML recipe as written; ConfigError naming the file if it is
     unreadable or has an unknown or removed field.
     """
     try:
@@ -459,7 +459,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(recipe, dict):
-        raise ConfigError(f"--config {path} holds no `field: value` lines.")
+        raise ConfigError(f"--config {path} has no `field: value` lines.")
     for name in recipe.keys() & REMOVED.keys():
         raise ConfigError(
             f"--config {path} sets {name}, which this version no longer has (it always uses "
@@ -502,7 +502,7 @@ def without_removed(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def typed(parser: Parser, where: str, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a file `where`, converted and checked as if they were flags, so that YAML's "1e-6"
-    (a text, for want of a dot) is a number; null counts as left out. ConfigError names the file.
+    (a text, since it has no dot) is a number; null counts as left out. ConfigError names the file.
     """
     try:
         return read_flags(parser, [f"{flag(k)}={v}" for k, v in stored.items() if v is not None])

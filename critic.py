@@ -1,4 +1,4 @@
-"""The critic of PPO and JustRL II: a backbone of its own with a scalar head.
+"""The critic of PPO and JustRL II: its own backbone with a scalar head.
 
 V(s_t) is read at the token before response token t, always at temperature 1. The head starts at
 weight 0 and bias b, so V = b everywhere and the first advantages are lambda^(L-1-t) * (r - b). The
@@ -60,8 +60,8 @@ class Critic(nn.Module):
     ) -> "Critic":
         """Backbone of a policy checkpoint and a new head: weight 0, bias the expected mean reward.
 
-        The head is set after the load and in the float32 masters, so nothing of the LM head can
-        leak into it.
+        The head is set after the load and in the float32 masters, so nothing of the LM head
+        leaks into it.
         """
         folder = local_folder(path)
         with torch.device("meta"):
@@ -77,7 +77,7 @@ class Critic(nn.Module):
     def from_pretrained(
         cls, path: str | Path, compute_dtype: torch.dtype = torch.float32
     ) -> "Critic":
-        """A critic saved by `save_pretrained`, head included and untouched."""
+        """A critic saved by `save_pretrained`, with its head unchanged."""
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(

@@ -59,7 +59,7 @@ class CurateConfig:
     drop_several_values: bool = option(False, "drop labels that are a list or a set (1, -2) as well")
     ngram: int = option(5, "words of an n-gram", "(0, inf)")
     ngram_overlap: float = option(0.6, "share of common n-grams that makes a near-duplicate", "[0, 1]")
-    ngram_common: int = option(20, "what so many problems share is a template and does not count", "(0, inf)")
+    ngram_common: int = option(20, "an n-gram that this many problems share is a template: ignored", "(0, inf)")
 
     audit_model: list[str] = option([], "checkpoints that solve the problems; empty: --model", section="2 label audit")
     audit_samples: int = option(8, "solutions per problem and audit model; 0: no audit", "[0, inf)")
@@ -75,7 +75,7 @@ class CurateConfig:
 
     max_response_tokens: int = option(128, "response budget, stop token included", "(0, inf)", section="Sampling and machine")
     think: str = option("auto", "thinking tags: auto, require or none, as in train.py", CHOICES["think"])
-    seed: int = option(0, "seeds sampling and the choice among problems that are too hard", "(-inf, inf)")
+    seed: int = option(0, "seed of sampling and of the choice among problems that are too hard", "(-inf, inf)")
     chunk: int = option(256, "problems between two writes of the state file", "(0, inf)")
     slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
     device: str = option("auto", "auto, cpu or cuda", CHOICES["device"])
@@ -117,14 +117,14 @@ class Curation:
 
     config: CurateConfig
     rows: list[RawProblem]
-    evaluation: dict[str, str]  # place -> text of each problem that must not be among the rows
+    evaluation: dict[str, str]  # FILE:LINE -> text of each problem that must not be among the rows
     state: StateFile
     solver: Solver
     grader: Verifier
 
 
 def verifiable(curation: Curation, left: Sequence[int]) -> dict[int, Drop]:
-    """Stage 1: rows that cannot be graded, or are there twice, or are in an evaluation set."""
+    """Stage 1: rows that cannot be graded, are duplicates, or are in an evaluation set."""
     config = curation.config
     return rules.find_unverifiable(
         curation.rows,
@@ -159,7 +159,7 @@ def label_audit(curation: Curation, left: Sequence[int]) -> dict[int, Drop]:
             model,
             samples=config.audit_samples,
             temperature=config.audit_temperature,
-            # Other random numbers for every model, and than in stage 3, which has the seed itself:
+            # Every model gets its own random numbers, other than those of stage 3 (the seed itself):
             # the same samples twice would agree with themselves.
             seed=config.seed + 1 + number,
         )
@@ -220,7 +220,7 @@ def curate(config: CurateConfig, device: torch.device) -> dict[str, Any]:
     output = Path(config.output)
     state_file = output.with_suffix(STATE)
     if output.exists() and not state_file.exists():
-        refuse("output", f"{output} exists, and no {state_file.name} says that it was made here")
+        refuse("output", f"{output} exists, but no {state_file.name} shows that it was made here")
     rows = load_rows(config.data, config.prompt_key, config.label_key)
     evaluation = load_texts(config.decontaminate, config.prompt_key)
     for model in (config.model, *config.audit_model):  # a missing one: now, not after stage 1
@@ -254,7 +254,7 @@ def make_solver(
     grader: Verifier,
     device: torch.device,
 ) -> Solver:
-    """What has models solve the rows."""
+    """The object that has models solve the rows."""
     return Solver(
         rows,
         state,
@@ -285,7 +285,7 @@ def write(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    with distributed.command("stopped; the same command goes on from here."):
+    with distributed.command("stopped; the same command continues from here."):
         config = parse_options(CurateConfig, __doc__, argv)
         if not curate(config, distributed.start(config))["written"]:
             raise ValueError("no problem is left; the report above says why")

@@ -1,4 +1,4 @@
-"""What training is made of: problems and their resumable order, rollouts, batches, and `pack`.
+"""The data of training: problems and their resumable order, rollouts, batches, and `pack`.
 
 `pack` is the one place where tokens are shifted: after it, index t of every per-token tensor means
 "action `targets[t]`, taken in the state before it".
@@ -30,7 +30,7 @@ class Problem:
 
     @property
     def digest(self) -> int:
-        """Tells a problem from another one in its place; its id may be no more than that place."""
+        """Tells a problem from another one at its index; its id may be only that index."""
         return zlib.crc32(json.dumps([self.prompt, self.label, self.verifier]).encode())
 
 
@@ -41,7 +41,7 @@ class Rollout:
     """
 
     problem: Problem
-    group: int  # number of the draw that put the problem on the table; unique in a run
+    group: int  # number of the draw that chose the problem; unique in a run
     sample_index: int
     key: int  # of the counter-based random numbers: a hash of (seed, step, problem, sample)
     response_ids: list[int] = field(default_factory=list)
@@ -62,12 +62,12 @@ class Rollout:
 
 
 class DataOrder:
-    """Endless, resumable order of the problems, from the number of draws and what became of them.
+    """Endless, resumable order of the problems, from the number of draws and their outcomes.
 
     A shuffle: epoch e visits every problem once, in the order of seed + e.
     `max_pass_rate` leaves out problems solved at least that often so far (no-positive-resampling,
     ScaleRL 2510.13786), unless that would leave none. A problem not yet tried counts as
-    never solved. `digests`, one per problem, tell after a resume which are still in their place.
+    never solved. `digests`, one per problem, tell after a resume which are unchanged.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class DataOrder:
         self.solved[index] += sum(rewards)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the very next draw."""
+        """What a checkpoint needs to continue with the very next draw."""
         return {name: getattr(self, name) for name in ("drawn", "tried", "solved", "digests")}
 
     def load_state_dict(self, state: dict[str, Any]) -> set[int]:
-        """Go on from `state_dict`, with as many problems; returns the places that now hold another
-        problem, of which nothing is known yet.
+        """Continue from `state_dict`, with as many problems; returns the indices that now have
+        another problem, of which nothing is known yet.
         """
         if len(state["tried"]) != self.num_problems:
             raise ValueError(
-                f"the checkpoint knows {len(state['tried'])} problems, --data holds "
+                f"the checkpoint knows {len(state['tried'])} problems, --data has "
                 f"{self.num_problems}; resume with the data of the run."
             )
-        then = state.get("digests", ())  # checkpoints of earlier versions have none
+        then = state.get("digests", ())  # checkpoints of earlier versions have no digests
         changed = {i for i, (a, b) in enumerate(zip(then, self.digests, strict=False)) if a != b}
         self.drawn = state["drawn"]
         self.tried, self.solved = list(state["tried"]), list(state["solved"])
@@ -136,8 +136,8 @@ class DataOrder:
 
 @dataclass
 class Batch:
-    """Scalars of one step, whole on every rank: (N, T) per token, (N,) per response, T the longest
-    response.
+    """Scalars of one step, complete on every rank: (N, T) per token, (N,) per response, T the
+    longest response.
     """
 
     rollouts: list[Rollout]
@@ -209,7 +209,7 @@ def pack(
     """Lay rollouts[i], i in rows, end to end, and shift: response token t is read at the token
     before it.
 
-    The last token of a sequence is only ever a target, so it is not fed. No rows at all give one
+    The last token of a sequence is only ever a target, so it is not fed. No rows give one
     token and no action: a rank without work still takes part in the collectives of a sharded
     forward.
     """
@@ -242,12 +242,12 @@ def pack(
 
 
 def partition(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
-    """Share sequences of `costs` tokens out: `result[rank]` is that rank's list of micro-batches
+    """Share out sequences of `costs` tokens: `result[rank]` is that rank's list of micro-batches
     (lists of rows).
 
-    Longest first into the first micro-batch with room, so a sequence above the budget travels
-    alone. Every rank gets the same number of micro-batches (sharded weights are gathered in step),
-    if need be with empty ones.
+    Longest first into the first micro-batch with room, so a sequence above the budget gets
+    its own. Every rank gets the same number of micro-batches (sharded weights are gathered in
+    step), some of them empty if need be.
     """
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -263,7 +263,7 @@ def partition(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[li
         widest = max(range(len(bins)), key=lambda b: len(bins[b]))
         bins.append(bins[widest][1::2])
         bins[widest] = bins[widest][::2]
-    # Heaviest first, dealt in turn: ranks hold micro-batches of like size at the same time.
+    # Heaviest first, dealt in turn: at any time ranks have micro-batches of similar size.
     bins.sort(key=lambda rows: -sum(costs[i] for i in rows))
     return [bins[rank::ranks] for rank in range(ranks)]
 

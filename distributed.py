@@ -2,8 +2,8 @@
 
 The only file that calls torch.distributed or reads a launcher's environment variables; other files
 ask it for `rank()` and `world_size()`. One process is not a special case for them: every function
-here works without a process group. The scalars of a step are held whole on every rank, so only
-three things cross ranks: rollouts and the news which of them have ended (`gather`), rows of
+here works without a process group. Every rank has all scalars of a step, so only
+three things cross ranks: rollouts and the list of those that have ended (`gather`), rows of
 per-token results (`sum_`), and the gradients and weights that FSDP2 moves by itself.
 """
 
@@ -69,7 +69,7 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 def progress_bar(things: Iterable | None = None, what: str = "", **options: Any) -> tqdm:
     """A tqdm bar on rank 0 alone, and only where a terminal shows it: a log file would fill with
-    its redraws. options: of tqdm, such as `total` without things.
+    its redraws. options: of tqdm, such as `total` if there are no `things`.
     """
     # disable=None is tqdm's way to ask whether stderr is a terminal.
     return tqdm(things, what, disable=rank() > 0 or None, **options)
@@ -77,7 +77,7 @@ def progress_bar(things: Iterable | None = None, what: str = "", **options: Any)
 
 @contextmanager
 def command(stopped: str) -> Iterator[None]:
-    """Wrap all that a command does. An error that a user can mend ends it with one sentence, a
+    """Wrap all that a command does. An error that a user can fix ends it with one sentence, a
     Ctrl-C with the message `stopped`, any other error with its traceback.
     """
     try:
@@ -171,7 +171,7 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
             p.wait()
     code = ranks[first].returncode
     why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    return f"error: rank {first} {why}, and the others were ended with it."
+    return f"error: rank {first} {why}, so the others were stopped."
 
 
 def exit_with(message: str) -> NoReturn:
@@ -223,7 +223,7 @@ def joined(device: str) -> Iterator[torch.device]:
 
 def init(device: str) -> torch.device:
     """Join the process group if a launcher started this process; returns its device, "cpu" or
-    "cuda" with the index of its GPU. The caller sees to it that `shutdown` follows.
+    "cuda" with the index of its GPU. The caller must call `shutdown` later.
     """
     local = (
         torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -319,21 +319,21 @@ def _collective_device() -> torch.device:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective); other tensors as they are."""
+    """The full tensor of a sharded one (a collective); other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a (sharded) module into a whole one of another dtype, one tensor at a
-    time.
+    """Copy the weights of a (sharded) module into an unsharded one of another dtype, one tensor at
+    a time.
     """
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         ours.copy_(full(theirs))
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Whole float32 weights on the CPU, on every rank; gathers one tensor at a time.
+    """Complete float32 weights on the CPU, on every rank; gathers one tensor at a time.
 
     They are copies, as `full` may return a view of padded storage, which safetensors refuses.
     """
@@ -347,7 +347,7 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimize
     """Whole state of a module's optimizers on the CPU, keyed by parameter name, so that a run with
     another number of ranks can load it. {} before the first step.
     """
-    # To have a state to return, torch would take a fake step now, which Adam's step count keeps.
+    # To have a state to return, torch would take a fake step now, and Adam would count it.
     if not all(o.state for o in optimizers):
         return {}
     return get_optimizer_state_dict(

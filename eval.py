@@ -8,7 +8,7 @@
     4 bands     means over problems, resampled over problems          run/scores.py: band
     5 compare   two models: differences, problem by problem           run/scores.py: paired_differences
 
-docs/evaluation.md defines every number. The settings and the version of the verifier stand above
+docs/evaluation.md defines every number. The settings and the version of the verifier are above
 every table and in the JSON: numbers are comparable only where they agree.
 """
 
@@ -52,7 +52,7 @@ class Options:
     n: int = option(16, "responses per problem", "(0, inf)")
     compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
     critic: str = option("", "critic (or run): also best-of-k by the highest final V")
-    output: str = option("", "JSON file to write; with --compare a figure .png next to it")
+    output: str = option("", "JSON file to write; with --compare also a .png figure next to it")
     save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)", section="Problems")
@@ -68,7 +68,7 @@ class Options:
     think: str | None = option(None, "thinking tags: auto, require or none (default: the run's)", CHOICES["think"])
     force_budget: bool = option(False, "close a thought that the budget cuts off, ask for the answer")
     answer_tokens: int = option(32, "budget of the answer after a forced end", "(0, inf)")
-    seed: int = option(0, "seeds sampling and bootstrap", "(-inf, inf)")
+    seed: int = option(0, "seed of sampling and bootstrap", "(-inf, inf)")
 
     device: str = option("auto", "auto, cpu or cuda", CHOICES["device"], section="Machine")
     dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on CUDA, else float32", CHOICES["dtype"])
@@ -76,11 +76,11 @@ class Options:
     slots: int = option(64, "responses decoded at the same time per process", "(0, inf)")
     max_tokens_per_micro_batch: int = option(8192, "tokens per forward of the critic", "(0, inf)")
     verifier_workers: int = option(1, "grading processes per rank", "(0, inf)")
-    verifier_timeout_s: float = option(2.0, "seconds until a grading worker is killed: a wrong answer", "(0, inf]")
+    verifier_timeout_s: float = option(2.0, "seconds until a grading worker is killed (counts as wrong)", "(0, inf]")
     # fmt: on
 
     def check(self) -> None:
-        """ConfigError for a value out of range, or files in each other's place."""
+        """ConfigError for a value out of range, or files that overwrite each other."""
         check_values(self)
         if len(set(self.data)) < len(self.data):
             refuse("data", f"names a set twice: {' '.join(self.data)}")
@@ -108,7 +108,7 @@ class Options:
 
 
 # A flag that is not given has the value of the run that --model or --compare belongs to, else this:
-# a model that was trained with a suffix or another budget is not itself without them.
+# a model that was trained with a suffix or another budget must be evaluated with it.
 FROM_RUN = {
     "max_response_tokens": 128,
     "prompt_suffix": "",
@@ -184,7 +184,7 @@ def load_subject(path: str, options: Options) -> Subject:
 
 
 def check_pair(subjects: Sequence[Subject]) -> None:
-    """Paired differences need two checkpoints, and the same problems in the same places."""
+    """Paired differences need two checkpoints, and the same problems at the same indices."""
     if len(subjects) > len({s.folder.resolve() for s in subjects}):
         refuse(
             "compare", f"is the checkpoint of --model ({subjects[0].folder}); no score would differ"
@@ -239,7 +239,7 @@ def evaluate_subject(
     report: dict[str, Any],
 ) -> None:
     """Fill report[role], print and save it set by set. All ranks sample, rank 0 scores."""
-    # Local to this call: the first model has left the memory when the second one is loaded.
+    # Local to this call: the first model is freed before the second one is loaded.
     sampler = Sampler.from_pretrained(
         subject.folder, subject.tokenizer, options.slots, getattr(torch, options.dtype), device
     )
@@ -260,7 +260,7 @@ def evaluate_subject(
         scores = score_set(groups, grader, seed=options.seed, finals=finals, budget=budget)
         counts = {"problems": len(problems), "dropped": dropped, "think": think}
         report[role]["sets"][data] = counts | scores
-        save(report, options)  # now: a set that is done is not lost with the next one
+        save(report, options)  # now: a failure in the next set must not lose this one
         eval_tables.print_result(report, role, data)
 
 
@@ -312,14 +312,14 @@ def add_comparison(report: dict[str, Any], options: Options) -> None:
 
 
 def save(report: dict[str, Any], options: Options) -> None:
-    """Write the report, as far as it has come, to --output."""
+    """Write the report so far to --output."""
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    with distributed.command("stopped; the sets that were done are in --output."):
+    with distributed.command("stopped; the finished sets are in --output."):
         options = parse_options(Options, __doc__, argv)
         evaluate_models(options, distributed.start(options))
 

@@ -1,6 +1,6 @@
-"""Files of JSON lines, and what a run directory holds.
+"""Files of JSON lines, and what a run directory contains.
 
-JSON lines are read with the place of each line, for messages about it, and written so that a kill
+JSON lines are read with the location of each line, for messages, and written so that a kill
 at any moment leaves whole lines.
 """
 
@@ -18,8 +18,8 @@ from tqdm import tqdm
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("FILE:LINE", object) for every line that is not empty.
 
-    Raises FileNotFoundError for what is no file, ValueError with the place for a line that is not
-    a JSON object in UTF-8.
+    Raises FileNotFoundError for what is not a file, ValueError with the place for a line that is
+    not a JSON object in UTF-8.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
@@ -34,7 +34,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The object of one line; ValueError with its place `where` if it is none."""
+    """The object of one line; ValueError with its location `where` if it is not one."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as error:  # str(error) would count lines and columns within this line
@@ -45,8 +45,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def append_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:
-    """Append rows, on the disk when this returns: no checkpoint may be older than its rows. A NaN,
-    which JSON does not have, becomes null; default: what writes other values, as in json.dumps.
+    """Append rows, on the disk when this returns: they must be there before their checkpoint.
+    NaN, which JSON does not have, becomes null. default: writes other values, as in json.dumps.
     """
     try:
         with open(file, "a", encoding="utf-8") as out:
@@ -54,7 +54,7 @@ def append_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = No
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        error.filename = str(file)  # a full disk does not say of which file
+        error.filename = str(file)  # the error of a full disk does not name the file
         raise
 
 
@@ -90,9 +90,9 @@ def writing(flag: str, path: str | Path) -> Iterator[None]:
 
 
 def file_of(run: Path, name: str) -> Path:
-    """run/name; FileNotFoundError when the directory holds no run."""
+    """run/name; FileNotFoundError if the directory is not a run."""
     if not (run / name).is_file():
-        raise FileNotFoundError(f"{run} holds no {name}; give the directory that train.py printed.")
+        raise FileNotFoundError(f"{run} has no {name}; give the directory that train.py printed.")
     return run / name
 
 

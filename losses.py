@@ -66,13 +66,13 @@ def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
 
 
 def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + decay_i y_{t+1} for (N, T) x and (N,) decay in [0, 1]. One token at a time it is
+    """y_t = x_t + decay_i y_{t+1} for (N, T) x and (N,) decay in [0, 1]. Token by token this is
 
         y = x.clone()
         for t in reversed(range(T - 1)):
             y[:, t] += decay * y[:, t + 1]
 
-    and here log2(T) passes: after that of stride s, y_t holds the sum of its next 2s terms.
+    Here it takes log2(T) passes: after that of stride s, y_t is the sum of its next 2s terms.
     """
     y, weight, stride = x, decay[:, None], 1
     while stride < x.shape[1]:
@@ -293,7 +293,7 @@ def importance_weights(
     low: float = 0.5,
     high: float = 5.0,
 ) -> tuple[Tensor, dict]:
-    """Weight of each token for sampler and trainer disagreeing; (weights (N, T), metrics).
+    """Weight of each token for the mismatch of sampler and trainer; (weights (N, T), metrics).
 
     w = exp(old - rollout), without gradient. none: 1. tis: w clamped to [low, high]. icepop: w
     inside the closed window, 0 outside. No mode changes a denominator: a rejected token still
@@ -389,10 +389,10 @@ def approx_kl(
 ) -> Tensor:
     """Per-token estimate of KL(pi || pi_ref) from tokens of pi; same shape as logprobs.
 
-    d = log pi - log pi_ref.  k1 = d,  k2 = d^2 / 2,  k3 = e^-d + d - 1, all with the mean of the
-    KL (k2 nearly). As a loss their gradients differ: k1 gives 0 on average, k2 that of KL(pi ||
-    pi_ref), k3 that of KL(pi_ref || pi). k3 times the live `ratio` pi / pi_old gives KL(pi ||
-    pi_ref) exactly; estimator "k3_is" names that product. `bound` clamps the result to +-bound.
+    d = log pi - log pi_ref.  k1 = d,  k2 = d^2 / 2,  k3 = e^-d + d - 1, all with the KL
+    as their mean (k2 nearly). As a loss their gradients differ: k1 gives 0 on average, k2 that of
+    KL(pi || pi_ref), k3 that of KL(pi_ref || pi). k3 times the live `ratio` pi / pi_old gives
+    KL(pi || pi_ref) exactly; estimator "k3_is" names that product. `bound` clamps to +-bound.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     d, _ = usable_difference(logprobs, ref_logprobs, mask)
@@ -423,7 +423,7 @@ def aggregation_weights(
 
     Computed once over the global batch, so that no split into micro-batches or ranks can change
     the loss. A response without tokens still counts (one token, one response); `kept` (N,) bool
-    takes responses out of every count, as overlong filtering wants.
+    takes responses out of every count, as overlong filtering needs.
 
     token-mean               1 / sum_j n_j             DAPO (2503.14476), JustRL II
     seq-mean-token-mean      1 / (N n_i)               GRPO (2402.03300)
@@ -587,5 +587,5 @@ def group_size(group_ids: Tensor) -> Tensor:
 
 
 def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum over tokens, number of tokens): a row without any, a filtered response, is not there."""
+    """(sum over tokens, number of tokens); a row without any (filtered response) does not count."""
     return masked(x.detach().float(), mask).sum(), mask.sum()

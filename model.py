@@ -242,7 +242,7 @@ class Transformer(nn.Module):
         return weight.weight if full else weight.weight[: self.vocab_size]
 
     def restrict_vocabulary(self, tokens: int) -> None:
-        """Give probability to the tokenizer's ids alone: matrices are often padded beyond them
+        """Give probability only to the tokenizer's ids: matrices are often padded beyond them
         (Qwen3: 151,936 rows, 151,669 tokens), and a padded id can be sampled but never decoded.
         """
         self.vocab_size = min(tokens, self.config.vocab_size)
@@ -255,7 +255,7 @@ class Transformer(nn.Module):
 
     @contextmanager
     def reordered_weights(self) -> Iterator[None]:
-        """Within, matrices on a CPU are held a second time, in the layout it reads fastest
+        """Inside, matrices on a CPU have a second copy, in the layout it reads fastest
         (kernels/cpu_linear.py); no-op on a GPU. The weights must not change meanwhile: the copies
         would not follow.
         """
@@ -321,7 +321,7 @@ class Transformer(nn.Module):
         folder = local_folder(path)
         with torch.device("meta"):
             model = cls(load_config(folder), compute_dtype or dtype)
-        # A tied checkpoint may hold the head a second time, as a copy of the embedding.
+        # A tied checkpoint may contain the head too, as a copy of the embedding.
         tied = model.config.tie_word_embeddings
         load_weights(model, folder, dtype, ignore=("lm_head.weight",) if tied else ())
         file = folder / "generation_config.json"
@@ -347,8 +347,8 @@ class Transformer(nn.Module):
 
 
 def limit_threads(model: nn.Module, device: torch.device) -> None:
-    """One CPU thread for a small model: a second one gains nothing and costs tenfold next to a busy
-    process.
+    """One CPU thread for a small model: a second one gains nothing, and next to a busy process it
+    makes a step ten times slower.
     """
     if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10_000_000:
         torch.set_num_threads(1)
@@ -382,7 +382,7 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
 
 
 def unsupported(model_type: str | None) -> str:
-    """The sentence for a model this file would compute wrongly."""
+    """The message for a model that this file would compute wrongly."""
     return f"model_type {model_type!r} is not supported; use one of {', '.join(FAMILIES)}."
 
 
@@ -399,7 +399,7 @@ def local_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path} is neither a directory nor a hub model within reach ({type(error).__name__}); "
+            f"{path} is neither a directory nor a reachable hub model ({type(error).__name__}); "
             "pass the directory of a Hugging Face checkpoint."
         ) from error
 
@@ -476,7 +476,7 @@ def load_weights(
         if tensor.shape != expected.get(name, tensor.shape):
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, but config.json describes "
-                f"{tuple(expected[name])}; weights and config.json are of different models."
+                f"{tuple(expected[name])}; weights and config.json belong to different models."
             )
         loaded[name] = tensor.to(dtype, copy=True)
     missing, surplus = expected.keys() - loaded.keys(), loaded.keys() - expected.keys()

@@ -91,9 +91,9 @@ def hub_rows(path: str) -> Iterable[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        what = "is a directory" if Path(path).is_dir() else "is no file here"
+        what = "is a directory" if Path(path).is_dir() else "is not a file here"
         raise ImportError(
-            f"{path} {what}; to read it as a data set, of the hub or a directory, `pip install "
+            f"{path} {what}; to read it as a data set, from the hub or a directory, `pip install "
             "datasets`. Names of files end in .jsonl or .parquet."
         ) from error
     name, _, split = path.partition("@")
@@ -113,8 +113,8 @@ def hub_rows(path: str) -> Iterable[dict[str, Any]]:
     return splits[chosen]
 
 
-# Where known layouts keep things, in any case; the first that a file has counts. In turn: ours,
-# AIME and MATH-500, GSM8K, UltraData, verl and DAPO; a `solution` holds the label in a box.
+# Where known layouts keep things, ignoring case; the first that a file has counts. In turn: ours,
+# AIME and MATH-500, GSM8K, UltraData, verl and DAPO; a `solution` has the label in a box.
 PROMPT_COLUMNS = ("prompt", "problem", "question", "query")
 LABEL_COLUMNS = (
     *("label", "answer", "ground_truth", "expected_answer", "reward_model.ground_truth"),
@@ -124,7 +124,7 @@ ID_COLUMNS = ("id", "unique_id", "uuid", "extra_info.index")
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with what a column of dictionaries holds as columns `outer.inner` beside it."""
+    """The row, plus the entries of columns of dictionaries as columns `outer.inner`."""
     nested = {
         f"{outer}.{inner}": value
         for outer, values in row.items()
@@ -178,7 +178,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) 
 
 
 def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
-    """The prompt with `suffix` on a line of its own after the text, or after the last message."""
+    """The prompt with `suffix` on its own line after the text, or after the last message."""
     if not suffix:
         return prompt
     if isinstance(prompt, str):
@@ -273,7 +273,7 @@ def tokenized(
     """The rendered prompt and its ids; ValueError naming the place if either step refuses it."""
     try:
         text = render_prompt(tokenizer, prompt)
-        text.encode()  # tokenizers raise nothing readable for half a surrogate pair
+        text.encode()  # the tokenizers' error for half a surrogate pair is unreadable
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(

@@ -1,14 +1,14 @@
 """The kinds of problem that can be graded: one function for each, with the interface of verify.py.
 
     math         the last box equals the label by value (verify.py)
-    choice       the last box holds the letter of the label
+    choice       the last box contains the letter of the label
     format       thinking tags and exactly one box, whatever is in it
     instruction  countable constraints on the answer, such as 50 to 80 words or no commas
     code         a program passes tests (verifier/sandbox.py)
 
 A data row names its kind in the field `verifier`; without one it is `math`. Each function takes
 (response, label, think) and returns a Verdict. Its docstring says how a policy would game it, and
-tests/test_rewards.py holds the attempts. docs/rewards.md is the user's page.
+tests/test_rewards.py has the attempts. docs/rewards.md is the user's page.
 
 To add a kind of problem of your own:
 
@@ -19,7 +19,7 @@ To add a kind of problem of your own:
     `text_label` for one text or number, or a function that refuses, with a ValueError of one
     sentence, every label that cannot be graded or that a trivial response would satisfy. A label
     is the JSON value of the data row, or its text (command line, parquet).
- 3. If its verdict holds an answer that the answer of another response can equal, add the name to
+ 3. If its verdict has an answer that the answer of another response can equal, add the name to
     ANSWERS: majority votes then count it.
  4. Put what a policy would try into tests/test_rewards.py, malformed labels into
     `test_malformed_labels_are_named_with_file_and_line`, and a right response into
@@ -50,7 +50,7 @@ from verifier.pool import PartVerdict, Verdict
 
 REASONS = verify.REASONS | {
     "ok": "the response is what the label asks for",
-    "tags": "the thinking tags are missing, repeated, out of order or around nothing",
+    "tags": "the thinking tags are missing, repeated, out of order or empty",
     "filler": "the answer repeats a handful of words",
     "unmet": "a constraint is not met",
     "no_code": "there is no closed block of Python after the thinking part",
@@ -70,10 +70,10 @@ def letter(text: str) -> str | None:
 
 
 def choice(response: str, label: str, think: str = "auto") -> Verdict:
-    """Multiple choice: the last box holds the letter of the label and nothing else.
+    """Multiple choice: the last box contains the letter of the label and nothing else.
 
     Gaming: several letters in a box, or several boxes, hoping that one counts: wrong. Guessing is
-    right once in so many options and cannot be told from knowing: prefer many options, or hide
+    right once in n options and cannot be told from knowing: prefer many options, or hide
     them and ask for the value.
     """
     found = verify.extract(response, think)
@@ -149,7 +149,7 @@ CONSTRAINTS = (*COUNTED, *OCCURRENCES, *EDGES, "letters", "json")
 
 
 def in_range(number: int, bounds: Sequence[int | None]) -> bool:
-    """Whether a number is within [least, most]; None is no bound."""
+    """Whether a number is within [least, most]; None means no bound."""
     least, most = bounds
     return (least is None or number >= least) and (most is None or number <= most)
 
@@ -185,7 +185,7 @@ def readable(text: str) -> str:
 
 
 def is_filler(text: str) -> bool:
-    """Some 50 words in a row hold fewer than 10 different ones."""
+    """Whether some 50 words in a row have fewer than 10 different ones."""
     # A window of 50 words slides along, so that filler after a real beginning is found too
     words = WORD.findall(text.lower())
     seen = collections.Counter(words[:50])
@@ -352,7 +352,7 @@ def check_bounds(name: str, bounds: Any) -> None:
 
 def check_instruction(label: dict[str, Any]) -> None:
     """ValueError for constraints that do not exist or whose argument is malformed."""
-    require(label.keys() - {"score"}, "an instruction label names at least one constraint")
+    require(label.keys() - {"score"}, "an instruction label must name at least one constraint")
     for name, argument in label.items():
         if name in COUNTED:
             check_bounds(name, argument)
@@ -388,34 +388,34 @@ def check_code(label: dict[str, Any]) -> None:
     seconds = label.get("seconds", TEST_SECONDS)
     require(
         type(seconds) in (int, float) and 0 < seconds <= MAX_TEST_SECONDS,
-        f"`seconds` of a code label is above 0 and at most {MAX_TEST_SECONDS}, not {seconds!r}",
+        f"`seconds` of a code label must be in (0, {MAX_TEST_SECONDS}], not {seconds!r}",
     )
     if function is None:
         texts = all(isinstance(text, str) for text in inputs + outputs)
-        require(texts, "`inputs` and `outputs` of a code label without `fn_name` are texts")
+        require(texts, "`inputs` and `outputs` of a code label without `fn_name` must be texts")
         require(all(map(str.strip, outputs)), "an output is empty: doing nothing would pass it")
         outputs = ["\n".join(lines_of(output)) for output in outputs]
     else:
         name = isinstance(function, str) and function.isidentifier()
-        require(name, f"`fn_name` of a code label is a name, not {function!r}")
+        require(name, f"`fn_name` of a code label must be a name, not {function!r}")
         arguments = all(isinstance(argument, list) for argument in inputs)
-        require(arguments, "with `fn_name` each of `inputs` is the list of arguments of one call")
+        require(arguments, "with `fn_name` each of `inputs` must be a list of arguments")
     different = {json.dumps(output, sort_keys=True) for output in outputs}
-    require(len(different) > 1, "a code label needs two different outputs, or a constant passes")
+    require(len(different) > 1, "a code label needs two different outputs, else a constant passes")
 
 
 def text_label(label: Any) -> str:
     """A label that is one text or number."""
     # An empty cell of a table arrives as NaN
     value = not isinstance(label, (list, dict)) and str(label).strip().lower() != "nan"
-    require(value, f"a label is one text or number, not {label!r}")
+    require(value, f"a label must be one text or number, not {label!r}")
     return str(label)
 
 
 def choice_label(label: Any) -> str:
     """A letter."""
     good = isinstance(label, str) and re.fullmatch("[A-Za-z]", label.strip(), re.ASCII)
-    require(good, f"the label of a choice is one letter, not {label!r}")
+    require(good, f"the label of a choice must be one letter, not {label!r}")
     return label
 
 
@@ -428,7 +428,7 @@ def json_label(kind: str, label: Any, check: Callable[[dict[str, Any]], None]) -
             label = None
     require(isinstance(label, dict), f"the label of {kind!r} must be a JSON object")
     score = label.get("score", "all")
-    require(score in ("all", "fraction"), f"`score` is all or fraction, not {score!r}")
+    require(score in ("all", "fraction"), f"`score` must be all or fraction, not {score!r}")
     check(label)
     return json.dumps(label)
 
@@ -451,7 +451,7 @@ LABELS: dict[str, Callable[[Any], str] | None] = {
     "instruction": lambda label: json_label("instruction", label, check_instruction),
     "code": lambda label: json_label("code", label, check_code),
 }
-ANSWERS = ("math", "choice")  # kinds whose verdict holds an answer that another can equal
+ANSWERS = ("math", "choice")  # kinds whose verdict has an answer that another can equal
 
 
 def check_label(kind: str, label: Any) -> str:

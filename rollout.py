@@ -1,10 +1,10 @@
 """Problems in, graded groups out: step 1 of the method.
 
-`collect` samples groups of responses, one group to a problem, and keeps those whose raw rewards
+`collect` samples groups of responses, one group per problem, and keeps those whose raw rewards
 differ until it has enough (dynamic sampling). Three things save time when responses are long: a
-group that is dropped is replaced while others decode; more groups run than are wanted, so nobody
-waits for the longest (over-sampling); and what is unfinished goes on in the next step (partial
-rollout). sampler/engine.py decodes; the verifier's processes grade at the same time.
+group that is dropped is replaced while others decode; more groups run than are wanted, so the
+step need not wait for the longest (over-sampling); and unfinished groups continue in the next step
+(partial rollout). sampler/engine.py decodes; the verifier's processes grade at the same time.
 """
 
 import math
@@ -28,14 +28,14 @@ __all__ = ["Sampler", "collect", "evaluate", "has_signal", "sample_groups"]
 
 
 def has_signal(rewards: Iterable[float]) -> bool:
-    """Raw rewards of a group differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8."""
+    """Whether raw rewards differ. Not `std > 0`: the float32 std of eight times 0.7 is 6e-8."""
     rewards = list(rewards)
     return max(rewards) - min(rewards) > 1e-8
 
 
 def is_stale(group: Sequence[Rollout], oldest: float, budget: int) -> bool:
-    """A token comes from a weight version before `oldest`, or a response has no room left in the
-    budget, as when a run is resumed with a smaller one.
+    """Whether a token comes from a weight version before `oldest`, or a response has no room left
+    in the budget, as when a run is resumed with a smaller one.
     """
     return any(
         min(r.weight_versions, default=oldest) < oldest
@@ -65,10 +65,10 @@ class Collector:
     """The groups of one step on all ranks, from their start to the decision to keep them.
 
     Every `max_response_tokens // EXCHANGES` decode steps all ranks tell each other which groups
-    have finished, with the decision on each. From then on they know the same, so all decide alike
-    which groups start, where, and when the step is over, without a rank in charge. Decisions follow
-    from decode steps, never from a clock, or no two runs would be the same: a verdict that is late
-    is waited for.
+    have finished, with the decision on each. From then on all have the same facts, so all decide
+    alike which groups start, where, and when the step is over; no rank is in charge. Decisions
+    depend on decode steps, never on a clock, or no two runs would be the same: ranks wait for a
+    late verdict.
     """
 
     sampler: Sampler
@@ -93,7 +93,7 @@ class Collector:
 
     @property
     def may_start(self) -> bool:
-        """One more group is wanted, and neither limit is reached."""
+        """Whether one more group is wanted and neither limit is reached."""
         return (
             len(self.kept) < self.config.prompts_per_step
             and len(self.kept) + len(self.running) < self.most_at_once
@@ -102,12 +102,12 @@ class Collector:
 
     @property
     def is_busy(self) -> bool:
-        """This rank still decodes a group."""
+        """Whether this rank still decodes a group."""
         here = sum(rank == distributed.rank() for rank in self.running.values())
         return here > len(self.unreported)
 
     def on_finish(self, r: Rollout) -> None:
-        """Have a response that has ended graded, while others decode."""
+        """Send a response that has ended to be graded while others decode."""
         group = self.groups[r.group]
         group.submit(r, self.grader, self.config.think)
         if group.finished:
@@ -146,7 +146,7 @@ class Collector:
         return rollouts
 
     def grade(self, group: Group) -> bool:
-        """Wait for the rewards of a finished group; whether it is to be kept."""
+        """Wait for the rewards of a finished group; returns whether it is to be kept."""
         group.grade()
         if self.config.reward != "correct":
             control_rewards(self.config.reward, group.rollouts, self.grader, self.config.think)
@@ -164,7 +164,7 @@ class Collector:
         self.progress.update()
 
     def start(self, group: Group) -> list[Rollout]:
-        """Give a group to the rank that has the fewest running; returns its rollouts there."""
+        """Give a group to the rank with the fewest running; returns its rollouts on that rank."""
         load = Counter(self.running.values())
         home = min(range(distributed.world_size()), key=lambda rank: load[rank])
         self.started += 1
@@ -178,7 +178,7 @@ class Collector:
         return group.rollouts
 
     def result(self, waiting: Iterable[list[Rollout]], order: DataOrder) -> Collected:
-        """What came of the step, the same on every rank. waiting: groups of the buffer that did not
+        """The step's result, the same on every rank. waiting: groups of the buffer that did not
         start. The raw rewards of all that ended go to `order`.
         """
         config = self.config
@@ -191,7 +191,7 @@ class Collector:
             return [groups[number] for number in sorted(numbers)]
 
         kept = self.kept[: config.prompts_per_step]
-        surplus = self.kept[config.prompts_per_step :]  # as good, but finished too late
+        surplus = self.kept[config.prompts_per_step :]  # with signal too, but finished too late
         aborted = by_number(self.running)
         # In the next step all tokens of a surplus group are old: partial_mask_old trains none.
         later = surplus if config.partial_rollout and not config.partial_mask_old else []
@@ -207,7 +207,7 @@ class Collector:
         works = distributed.gather([self.sampler.counts])
         for work in works:
             counts.update(work)
-        # A rank with nothing to decode idles while the one with the most steps goes on.
+        # A rank with nothing to decode idles while the one with the most steps continues.
         counts["decode_steps"] = len(works) * max(work["decode_steps"] for work in works)
         resume = [*by_number(later), *aborted, *waiting] if config.partial_rollout else []
         return Collected(by_number(kept), resume, ended, counts)
@@ -225,8 +225,8 @@ def collect(
     """Sample until `prompts_per_step` groups are kept; at most 1 + `max_refills` times
     `over_sampling * prompts_per_step` groups start.
 
-    That product is how many, those of the buffer first, are kept or running at any time: when one
-    is dropped the next one starts. Groups that finish first are kept first; those still running
+    That product is also how many (those of the buffer first) are kept or running at any time: when
+    one is dropped the next one starts. Groups that finish first are kept first; those still running
     when enough are kept are aborted. `partial_rollout` returns them in `unfinished` for the next
     step, after groups that would have been kept but finished too late. A group of the buffer with a
     token more than `max_staleness` weight versions old, or without room in the budget, starts anew.
@@ -262,7 +262,7 @@ def collect(
             next_rollouts=collector.next_rollouts,
             problems=problems,
         )
-    if not collector.over:  # this rank was interrupted, and the others must hear of it
+    if not collector.over:  # this rank was interrupted, and the others must be told
         collector.exchange()
     collected = collector.result(waiting, order)
     started = len(buffer) - len(waiting)  # of the buffer, first in, first out
@@ -278,7 +278,7 @@ def control_rewards(kind: str, group: Sequence[Rollout], grader: Grader, think: 
     """Put another reward in place of the verifier's, in place: --reward random, format_only or
     majority.
 
-    random is a fair coin of each response's own key, hence of (seed, step, draw, sample) alone.
+    random is a fair coin from each response's own key, hence from (seed, step, draw, sample) alone.
     """
     if kind == "random":  # tokens use the counters from 1 up, the coin the key itself
         values = [float(mix(r.key & MASK64) >> 63) for r in group]
@@ -295,8 +295,8 @@ def majority_rewards(group: Sequence[Rollout], grader: Grader, think: str) -> li
     (TTRL 2504.16084).
 
     Equality is the verifier's. A response that would be wrong against its own answer (two boxes
-    that differ, an unfinished thought) has no vote and no reward. Of several most frequent answers
-    the one of the lowest sample index wins; when all differ, that is the first.
+    that differ, an unfinished thought) has no vote and no reward. On a tie, the answer with the
+    lowest sample index wins; when all differ, that is the first.
     """
     kind = group[0].problem.verifier
     own = [grader.submit(r.text, r.answer, think, kind) if r.answer else None for r in group]

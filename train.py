@@ -5,13 +5,13 @@ One step, in the order of the method:
     1 collect     sample groups of responses, verify, keep those with signal   rollout.collect
     2 shape       actor: reward + overlong penalty; critic: reward             shape_rewards
     3 values      V of every token, before the critic moves                    score_critic
-    4 advantages  by the algorithm; whitening is a step of its own             compute_advantages
+    4 advantages  by the algorithm; whitening is a separate step               compute_advantages
     5 critic      one or more updates towards the raw reward                   update_critic
     6 policy      old log-probs, then one or more updates of the surrogate,    score_policy,
                   once the critic has warmed up                                update_policy
     7 report      metrics, samples, checkpoint, evaluation                     train
 
-Every rank holds the scalars of a step whole, so statistics and denominators are global without a
+Every rank has all scalars of a step, so statistics and denominators are global without a
 collective; only the forward and backward passes of the models are shared out.
 """
 
@@ -54,9 +54,9 @@ PROMPT_END = 120  # characters shown at the start: does the prompt ask for a box
 
 
 def train_step(run: Run, state: State) -> dict[str, float] | None:
-    """One step of the method; returns its metrics, or None, changing nothing, if SIGTERM came."""
+    """One step of the method; returns its metrics, or None, with nothing changed, after SIGTERM."""
     config, clock = run.config, run_metrics.Clock()
-    # 1. Groups of responses, each verified; those of one outcome are gone (dynamic sampling).
+    # 1. Verified groups of responses; those with one outcome are dropped (dynamic sampling).
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
@@ -70,7 +70,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
             kept = [r for group in collected.groups for r in group]
             batch = to_batch(kept, run.device, state.sampler.weight_version)
             mask = loss_mask(batch, config)
-            # 2. The policy is paid for brevity too, the critic predicts the raw reward.
+            # 2. The policy is also paid for brevity; the critic predicts the raw reward.
             token_rewards, raw_token_rewards = shape_rewards(batch, config)
             # 3. V before the critic's update: advantages must not see what it learns from them.
             if state.critic is not None:
@@ -113,7 +113,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
 
 
 def collect(run: Run, state: State, step: int) -> rollout.Collected:
-    """Sample the groups of a step with the weights that the sampler has."""
+    """Sample the groups of a step with the sampler's weights."""
     start = time.perf_counter()
     collected = rollout.collect(
         state.sampler, run.grader, run.problems, state.order, state.buffer, run.config, step
@@ -244,7 +244,7 @@ def loss_mask(batch: Batch, config: Config) -> Tensor:
 
 @torch.no_grad()
 def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (N, T) under the weights at hand, whole on every rank."""
+    """Log-probs and entropies (N, T) under the current weights, complete on every rank."""
     logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
     for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "log-probs"):
         logp, h = policy(
@@ -257,7 +257,7 @@ def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Ten
 
 @torch.no_grad()
 def score_critic(critic: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """V (N, T) under the weights at hand, whole on every rank."""
+    """V (N, T) under the current weights, complete on every rank."""
     values = torch.zeros_like(batch.rollout_logprobs)
     for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "values"):
         v = critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
@@ -269,7 +269,7 @@ def score_critic(critic: nn.Module, batch: Batch, config: Config) -> Tensor:
 
 
 def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterator[list[int]]:
-    """Rows of each optimizer step: every epoch deals all rows out anew, into minibatches of
+    """Rows of each optimizer step: every epoch deals out all rows afresh, into minibatches of
     (almost) equal size.
     """
     for epoch in range(epochs):
@@ -382,7 +382,7 @@ def update_policy(
     """Maximise the surrogate objective; returns the policy's metrics."""
     config, sums, mask = run.config, run_metrics.Sums(), loss_mask(batch, run.config)
     # w = pi_old / pi_rollout: sampler and trainer compute in different precisions and orders, and
-    # partial rollouts hold tokens of older weights.
+    # partial rollouts contain tokens of older weights.
     weights, weight_parts = losses.importance_weights(
         old_logprobs, batch.rollout_logprobs, mask, config.is_mode, config.is_low, config.is_high
     )
@@ -393,7 +393,7 @@ def update_policy(
         ref_logprobs, _ = score_policy(state.reference, batch, config)
     inputs = PolicyInputs(advantages, old_logprobs, mask, weights, cov_mask, ref_logprobs)
     bad = int(weight_parts["is_nonfinite"][0])
-    if bad:  # their tokens have weight 0, so no loss would tell
+    if bad:  # their tokens have weight 0, so the loss would not show it
         rows = range(len(batch.rollouts))
         row_weights = minibatch_weights("token-mean", batch, mask, rows)
         with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
@@ -523,7 +523,7 @@ def train(config: Config, device: torch.device) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    with distributed.command("stopped at once; a step in hand is lost."):
+    with distributed.command("stopped at once; the current step is lost."):
         config = parse(argv).resolved(algorithms.ALGORITHMS)
         if config.plan:
             plan.run(config)

@@ -10,7 +10,7 @@ verifier/algebra.py compares values exactly.
     Verifier     worker processes with a hard kill, for use in a trainer (verifier/pool.py)
 
     python verify.py --cases FILE.jsonl       one JSON verdict per {"response", "label"} line
-    python verify.py --audit FILE.jsonl       what a label file will do, before training on it
+    python verify.py --audit FILE.jsonl       how a label file will be graded, before training on it
     python verify.py RESPONSE LABEL           one verdict, explained in words
 """
 
@@ -46,7 +46,7 @@ REASONS = {
     "timeout": "grading ran into the time limit and was killed",
     "died": "the grader itself failed on this pair: a fault to report",
 }
-UNDECIDED = ("parse", "too_big", "timeout", "died")  # a rising share of these is a sick verifier
+UNDECIDED = ("parse", "too_big", "timeout", "died")  # a rising share: the verifier is failing
 
 MAX_BOX = 4000  # characters
 MAX_BOXES = 8  # different texts in the boxes of one response
@@ -165,7 +165,7 @@ def compare(pred: str, label: str) -> str:
     """The reason (a key of REASONS) for two texts without their wrappings."""
     if not pred or not label:
         return "empty"
-    if pred == label:  # also where nobody can read them: a label \int x dx is matched by itself
+    if pred == label:  # even if unreadable: a label \int x dx is matched by itself
         return "ok"
     # Many labels are plain integers: the same verdict as below, without parsing
     # re.ASCII, because int() takes the digits of every script: a full-width 42 must not pass
@@ -246,7 +246,7 @@ class Verifier(pool.Verifier):
 def version(*more: str) -> str:
     """Twelve hex digits that change with the sources of the verifier, and with the files `more`.
 
-    Reports show it, because two numbers compare only if one verifier made both.
+    Reports show it, because two numbers are comparable only if one verifier made both.
     """
     digest = hashlib.sha256()
     for source in (__file__, latex.__file__, values.__file__, algebra.__file__, *more):
@@ -259,7 +259,7 @@ def version(*more: str) -> str:
 
 
 def rows_with(path: str, *required: tuple[str, ...]) -> list[dict]:
-    """The rows of a JSONL file, each with one key at least of every group in `required`.
+    """The rows of a JSONL file, each with at least one key of every group in `required`.
 
     Exits with one sentence where a row has none, or the file cannot be read.
     """
@@ -292,7 +292,7 @@ def label_kind(label: str) -> tuple[str, str | None]:
 
 
 def audit(path: str) -> int:
-    """Print what the labels of a file will do; 1 if one of them can never be matched."""
+    """Print how the labels of a file will be graded; 1 if one of them can never be matched."""
     rows, found = rows_with(path, ("label", "answer", "verifier")), collections.defaultdict(list)
     for row in rows:
         if row.get("verifier", "math") != "math":

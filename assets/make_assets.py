@@ -8,7 +8,7 @@ additions and subtractions; the answer is one line of working per operation, the
 
 Chains have 2 to 18 operations, responses 16 to 96 tokens, and one wrong step spoils the answer.
 The base model first learns correct working, then working with slips: each of the 180 facts comes
-out one too high at a rate of its own, and the slip is carried on. Sampled at temperature 1 the
+out one too high at its own rate, and the slip is carried on. Sampled at temperature 1 the
 model keeps to the format and solves a third of the problems, fewer the longer they are.
 
 `python assets/make_assets.py --check` only compares the committed problems with regenerated ones.
@@ -73,7 +73,7 @@ def make_slips(seed=0):
     """The rate at which each fact (value, sign, operand) comes out one too high.
 
     The rate 0.7 u^5 averages 0.12 and passes one half for one fact in fifteen: sharpening the base
-    model's distribution helps, but some of its beliefs must be turned over. All slips go the same
+    model's distribution helps, but some of its beliefs must be reversed. All slips go the same
     way because +1 and -1 in one chain would cancel and reward wrong working."""
     rng = random.Random(seed)
     facts = [(v, sign, operand) for v in range(10) for sign in "+-" for operand in range(1, 10)]

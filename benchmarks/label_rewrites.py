@@ -1,6 +1,6 @@
 """Pairs of label and answer for the verifier: an oracle that is right by construction.
 
-A recipe knows the value behind its label (two integers, the roots of a polynomial, the ends of an
+A recipe knows the value of its label (two integers, the roots of a polynomial, the ends of an
 interval), so its rewrites and edits are written from the value and not from the text. Shapes follow
 what real label files contain; the labels are our own. RECIPES, at the end, lists them.
 """

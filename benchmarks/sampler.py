@@ -4,7 +4,7 @@ log-probs.
     make bench-sampler
 
 Models are random and lengths come from their own stop token, whose probability is 1 / 64. Every
-round runs each contender once, in turn, because the load of a machine drifts; the table holds
+round runs each contender once, in turn, because the load of a machine drifts; the table shows
 medians of useful tokens (up to the stop token) per second of wall clock. Ratios are of ours to the
 best of theirs (`generate` with a dynamic or static cache, `generate_batch`), by wall and CPU time.
 """

@@ -1,7 +1,7 @@
 """Which problems are the same problem: normalised text and n-gram overlap, in linear time.
 
 Problems of one kind share a template and differ in a number, so a high overlap alone says little.
-Two texts are nearly equal here if they also hold the same numbers and signs. What many texts share
+Two texts are nearly equal here if they also have the same numbers and signs. What many texts share
 does not count.
 """
 
@@ -58,7 +58,7 @@ def near(
     first, of equally near ones the earliest.
 
     Nearly equal: the same numbers, and at least `threshold` of the n-grams of the shorter text are
-    in the longer one. An n-gram that `common` texts or more hold does not count. So no list of the
+    in the longer one. An n-gram in `common` texts or more does not count. So no list of the
     inverted index is longer than that, and the cost is linear in the length of all texts.
     """
     grams = [ngrams(words, n) for words in texts]

@@ -19,7 +19,7 @@ def find_doubtful(
     majority: float,
     keep_hard: float,
 ) -> dict[int, Drop]:
-    """Rows of `left` whose label all audit models contradict with one voice. by_model: the votes of
+    """Rows of `left` whose label all audit models contradict unanimously. by_model: the votes of
     each model by row. Notes the verdict and the pass rate on every row.
     """
     dropped = {}
@@ -45,8 +45,8 @@ def judge_label(
 
     confirmed   every model has a majority, and it is the label
     doubtful    every model has a majority, all the same, and it is not the label
-    disputed    doubtful, but a share `keep_hard` of all solutions have the label: rather a hard
-                problem with a tempting wrong answer than a wrong label
+    disputed    doubtful, but a share `keep_hard` of all solutions have the label: more likely a
+                hard problem with a tempting wrong answer than a wrong label
     undecided   a model has no majority, or the models differ
 
     A majority is a share `majority` of a model's solutions, those without an answer included.

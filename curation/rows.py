@@ -17,7 +17,7 @@ from problems import (
 
 
 class Drop(NamedTuple):
-    """Why a row is left out; `detail` is what it was found to be."""
+    """Why a row is left out; `detail` is what was found."""
 
     reason: str  # a key of DROP_REASONS
     detail: str = ""
@@ -34,7 +34,7 @@ DROP_REASONS = {
     "unreadable_label": "the label cannot be read as a value",
     "prose_label": "the label is a sentence: only the very same words would be right",
     "several_values": "the label is a list or a set",
-    "contaminated": "an evaluation set holds this problem, or nearly",
+    "contaminated": "an evaluation set has this problem, or nearly",
     "conflict": "the same text occurs with different labels, of which one at most is right",
     "duplicate": "the same text came before",
     "near_duplicate": "nearly the same text, with the same numbers and label, came before",
@@ -103,7 +103,7 @@ def prompt_text(prompt: str | list[dict]) -> str:
 
 
 def load_texts(paths: Sequence[str], prompt_key: str) -> dict[str, str]:
-    """Text of every prompt of evaluation sets, by its place. Its column is prompt_key in rows that
+    """Text of every prompt of evaluation sets, by FILE:LINE. Its column is prompt_key in rows that
     have it, else found. ValueError for a row without a prompt.
     """
     texts = {}

@@ -29,7 +29,7 @@ def find_unverifiable(
     ngram_overlap: float,
     ngram_common: int,
 ) -> dict[int, Drop]:
-    """Rows of `left` (numbers into `rows`) that cannot be graded, are there twice, or are in an
+    """Rows of `left` (indices into `rows`) that cannot be graded, are duplicates, or are in an
     evaluation set (`load_texts`).
     """
     dropped: dict[int, Drop] = {}
@@ -103,7 +103,7 @@ def examine(text: str, label: str, kind: str, value: str | None) -> Drop | None:
     return Drop("several_values") if value in ("list", "set") else None
 
 
-# ---- problems that are there twice
+# ---- duplicate problems
 
 Words = tuple[str, ...]  # of dedup.contents
 
@@ -112,7 +112,7 @@ def find_repeated(
     rows: dict[int, RawProblem], evaluation: dict[str, str], ngram: int, share: float, common: int
 ) -> dict[int, Drop]:
     """Rows whose problem came before, or is in an evaluation set (`load_texts`), in the same words
-    or nearly: with `share` of the n-grams, apart from those that `common` texts hold.
+    or nearly: with `share` of the n-grams, apart from those in `common` texts.
     """
     texts = [*evaluation.values(), *(row.text for row in rows.values())]
     # Lines that one text in a hundred has are instructions, such as a request to box the answer.

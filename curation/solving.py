@@ -32,7 +32,7 @@ def make_problem(number: int, row: RawProblem, tokenizer: Any, suffix: str) -> P
 
 @dataclass
 class Solver:
-    """Has models solve the rows; what the state file holds is not sampled again."""
+    """Has models solve the rows; what is in the state file is not sampled again."""
 
     rows: Sequence[RawProblem]
     state: StateFile

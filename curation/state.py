@@ -1,4 +1,4 @@
-"""What curate.py has sampled so far, on disk: a killed run goes on, and other thresholds need no
+"""What curate.py has sampled so far, on disk: a killed run continues, and other thresholds need no
 new samples.
 """
 
@@ -17,13 +17,13 @@ from distributed import progress_bar
 class StateFile:
     """Results by stage and row, in a JSONL file.
 
-    The first line holds the settings that the results depend on, every further one a chunk of work,
+    The first line is the settings that the results depend on, every further one a chunk of work,
     {stage: {row: result}}: a kill loses at most the chunk in progress.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any], chunk: int):
-        """Read what is there, or start a file. chunk: rows between two writes. ConfigError if the
-        file holds results of other settings.
+        """Read the file, or start one. chunk: rows between two writes. ConfigError if the
+        file has results of other settings.
         """
         self.file, self.chunk = file, chunk
         self.results: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -39,7 +39,7 @@ class StateFile:
         changed = [name for name in settings if settings[name] != stored[0].get(name)]
         if changed:
             raise ConfigError(
-                f"{file} holds the samples of a run with other {', '.join(changed)}; delete it to "
+                f"{file} has the samples of a run with other {', '.join(changed)}; delete it to "
                 "start again, or choose another --output."
             )
         for line in stored[1:]:
@@ -61,8 +61,8 @@ class StateFile:
 
     def add(self, stage: str, results: dict[int, Any]) -> None:
         """Store a chunk of results."""
-        # Those of rank 0 for all ranks. A grader that times out on one of them would else make the
-        # ranks keep different rows, and they would wait for each other forever.
+        # Those of rank 0 for all ranks. A grader that times out on one of them would otherwise make
+        # the ranks keep different rows, and they would wait for each other forever.
         (results,) = distributed.gather([results] if distributed.rank() == 0 else [])
         self._append({stage: results})
         self.results[stage] |= results

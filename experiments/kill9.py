@@ -1,9 +1,9 @@
-"""kill -9 at random moments of a run, resume, and compare with a run that nobody disturbed.
+"""kill -9 at random moments of a run, resume, and compare with an undisturbed run.
 
     python -m experiments.kill9 --kills 20
 
-Metrics (but for times), samples and weights must be equal bit for bit. Every second kill is aimed
-at the short time in which a checkpoint is written. Runs are forked, so a life costs no import.
+Metrics (except times), samples and weights must be equal bit for bit. Every second kill is aimed
+at the short time in which a checkpoint is written. Runs are forked, so a restart costs no import.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FLAGS = (
 
 
 def start(folder: Path, data: Path) -> int:
-    """Begin or resume the run in a process of its own; returns its id."""
+    """Begin or resume the run in its own process; returns its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -153,7 +153,7 @@ def main() -> None:
             row, saved = finished_steps(folder)
             print(f"kill {kills} in {during}: {row} steps logged, {saved} saved", flush=True)
             # A step is logged before it is saved, so one row more may be there
-            assert saved <= row <= saved + 1, "more than the step in hand is lost"
+            assert saved <= row <= saved + 1, "more than the current step is lost"
         for name, value in result(folder).items():
             assert value == calm[name], f"{name} of {folder} differ from those of {base / 'calm'}"
     print(f"{kills} kills in {runs} runs: metrics, samples and weights equal bit for bit")

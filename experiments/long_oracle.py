@@ -2,7 +2,7 @@
 
 In the long task (make_long_assets.py) the digit after a step depends on the step, on the digit
 before it and, for a model, on whether there was a slip so far. Ten forwards give the policy's
-probabilities of each. So the chance that a response of the present policy ends in the right digit
+probabilities of each. So the chance that a response of the current policy ends in the right digit
 can be computed before each of its tokens. Here that chance is V, and the critic is never trained:
 a bound on what a critic could bring.
 """

@@ -1,7 +1,7 @@
 """Make the long task and its base model: `python -m experiments.make_long_assets` (3 minutes).
 
 A countdown. A problem is a start digit, a first step and a last step; step i permutes the digits 0
-to 4 in a way of its own; the response gives the value after every step, each with a mark, three
+to 4 in its own way; the response gives the value after every step, each with a mark, three
 tokens a step:
 
     prompt    4 17: 14:
@@ -11,12 +11,12 @@ Chains have 4 to 44 steps. A wrong step spoils the answer, unless a later slip m
 happens to every fifth wrong chain of the base model. That model has learned working with slips: one
 in seven of the pairs (step, digit) gives another digit than the right one at a rate between 0.2 and
 0.8, and the slip is carried on. A policy has to learn each of these pairs by itself: there is no
-rule behind them, and sharpening the base model's distribution mends half of them and ruins the
+rule that yields them, and sharpening the base model's distribution mends half of them and ruins the
 other half.
 
 The mark is `.` up to the first slip and `?` from there on: the base model notices its own mistakes,
-but goes on. So a critic has something to see, as it has in a real chain of thought; for the answer
-the marks are without effect.
+but continues. So a critic has something to see, as it has in a real chain of thought; the marks do
+not affect the answer.
 
 `python -m experiments.make_long_assets --check` only compares the committed problems with
 regenerated ones.
@@ -133,7 +133,7 @@ def main():
         ("all chains", STEP_COUNTS, 24, 700),
     )
     for stage, counts, size, updates in stages:
-        # Without the brackets the last bits of the weights are others.
+        # Without the brackets the last bits of the weights differ.
         rates = [LEARNING_RATE * (warm_up(u) * (1 - u / updates)) for u in range(updates)]
         fit(model, batches(tokenizer, rng, counts, held_out, size), rates, stage)
     save(model, tokenizer, HERE / "tiny-long-base")

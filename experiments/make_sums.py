@@ -8,8 +8,8 @@ Sums of two numbers from 11 to 49 after one worked example, as chat turns:
     user       19 + 47
 
 SmolLM2-135M-Instruct boxes nothing without the example, and needs the working: asked for the box
-alone it gets one answer in 25 right, with the working one in five. A held-out sum is trained in
-neither order.
+alone it gets one answer in 25 right, with the working one in five. No held-out sum is trained,
+in either order.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Log-probability and entropy of given tokens from hidden states, without ever holding the logits.
 
 At 128k tokens and a vocabulary of 130k the logits alone are 68 GB in float32. `logprob_entropy`
-walks them in pieces, keeps three numbers per token and computes the pieces again for the gradient.
+takes them in pieces, keeps three numbers per token and recomputes the pieces for the gradient.
 
     reference.py   the specification, with the logits written out
     chunked.py     plain torch, a few rows at a time: the CPU path and the fallback
@@ -109,7 +109,7 @@ class _LogprobEntropy(torch.autograd.Function):
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
     """Hidden and weight in the dtype the products read, bias in the one they accumulate in.
 
-    Products of 16-bit numbers with float32 sums exist on CUDA only; elsewhere they are lifted.
+    Products of 16-bit numbers with float32 sums exist on CUDA only; elsewhere they become float32.
     """
     accumulate = torch.promote_types(hidden.dtype, torch.float32)
     dtype = hidden.dtype if hidden.is_cuda else accumulate
@@ -127,10 +127,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _choose(device: torch.device, dtype: torch.dtype) -> str:
-    """What "auto" stands for on this device and dtype; logs it once, and warns of a 16-bit GPU run
+    """What "auto" means on this device and dtype; logs it once, and warns about a 16-bit GPU run
     without the Triton kernel.
 
-    float32 on CUDA is torch's: without tensor cores cuBLAS is the faster product.
+    float32 on CUDA uses torch: without tensor cores cuBLAS is the faster product.
     """
     impl, why = "torch", f"{device}, {dtype}"
     wanted = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)

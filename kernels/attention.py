@@ -1,6 +1,6 @@
 """Which attention kernel a GPU uses: flash-attn where it is installed, else torch's `varlen_attn`.
 
-Two uses, each with a signature of its own that hides whose kernel runs: sequences packed end to end
+Two uses, each with its own signature that hides whose kernel runs: sequences packed end to end
 (training, model.py) and keys and values in pages (sampling, sampler/kvcache.py). Both kernels take
 CUDA tensors in 16 bits only; for everything else, and where these functions return None, the caller
 has a path of plain torch operations.

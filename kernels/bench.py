@@ -8,7 +8,7 @@ Results are checked first. The columns:
 
     s         median of the rounds; heads take turns, so that a busy machine slows all alike
     x first   times that of the first head, in the median over pairs
-    TFLOP/s   2 MDV forward, 4 MDV backward, 2 MDV more where the backward makes the logits again
+    TFLOP/s   2 MDV forward, 4 MDV backward, 2 MDV more where the backward recomputes the logits
     GB/s      what must move: hidden and weight read once per direction, their gradients written
     roofline  seconds for the slower of the two at this machine's measured speeds
     reached   roofline / s
@@ -54,7 +54,7 @@ class Case:
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """What one writes first: logits in the model's dtype, softmax in float32."""
+    """The obvious way: logits in the model's dtype, softmax in float32."""
     logp = torch.log_softmax((hidden @ weight.T).float(), -1)
     return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 

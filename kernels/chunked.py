@@ -48,7 +48,7 @@ def forward(
         stats[0, chunk] = z_y - s.log()
         stats[1, chunk] = s.log() - t / s
         stats[2, chunk] = peak.squeeze(-1) + s.log()
-    # Copies: FSDP2 warns of a module that returns views (here: rows of `stats`).
+    # Copies: FSDP2 warns about a module that returns views (here: rows of `stats`).
     return tuple(row.clone() for row in stats)
 
 

@@ -1,7 +1,7 @@
 """The embedded task: the right response to a problem, and where another response goes wrong.
 
-Its problems have one right working each, so the token at which a response goes wrong is known. The
-value of a critic should fall there, which the figures show.
+Its problems have one right working each, so the token at which a response goes wrong is known. A
+critic's value should fall there; the figures show whether it does.
 """
 
 import re

@@ -63,7 +63,7 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
     groups = []
     for row in read_rows(file_of(run, "rollouts.jsonl")):
         if row["step"] == step and row["kept"]:
-            # A new group at sample 0, not at another problem: where an epoch ends, a step may hold
+            # A new group at sample 0, not at another problem: where an epoch ends, a step may have
             # the same problem twice.
             if row["sample_index"] == 0 or not groups:
                 groups.append([])
@@ -120,7 +120,7 @@ def stored_group(run: Path, step: int) -> ResponseGroup:
 
 
 def advantages(group: ResponseGroup, name: str) -> tuple[Tensor, dict]:
-    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
+    """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings used for them."""
     # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
     settings = vars(Config()) | ALGORITHMS[name].defaults

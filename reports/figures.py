@@ -270,7 +270,7 @@ def v_around_error(run: Path) -> np.ndarray | None:
 
 
 def logged_groups(run: Path) -> dict[tuple, list[dict]]:
-    """Rows of rollouts.jsonl that hold values, by step and group; {} if the run's task is not the
+    """Rows of rollouts.jsonl that have values, by step and group; {} if the run's task is not the
     embedded one.
     """
     groups: dict[tuple, list[dict]] = defaultdict(list)
@@ -295,7 +295,7 @@ def window(values: Sequence[float], at: int) -> np.ndarray:
 
 
 def mean_where_known(windows: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean of windows, place by place over those that have a value there; NaN where none has."""
+    """Mean of windows, at each position over those that have a value there; NaN where none has."""
     return np.ma.masked_invalid(windows).mean(0).filled(np.nan)
 
 

@@ -1,6 +1,6 @@
 """report.html, a run on one page: `python diagnose.py --report RUN_DIR`.
 
-Figures, and sampled responses with their tokens coloured by advantage or by value. The page holds
+Figures, and sampled responses with their tokens coloured by advantage or by value. The page has
 everything itself and loads nothing, so it can be mailed and opened anywhere.
 """
 
@@ -28,7 +28,7 @@ CHANGES = {  # rows of the first table: metrics at the first and the last step
     "explained variance of the outcome": "critic/explained_variance",
     "AUC of V at the last token, within groups": "critic/end_auc",
 }
-# Responses are a model's text and may hold tags: all that is filled in is escaped, and the policy
+# Responses are a model's text and may contain tags: all inserted text is escaped, and the policy
 # below lets the page load nothing.
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -215,7 +215,7 @@ def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
     """The switch and the meaning of the colours."""
     rows = [row for group in groups for row in group]
     if not rows:
-        return "<p>rollouts.jsonl holds no response with advantages (see --log-samples).</p>"
+        return "<p>rollouts.jsonl has no response with advantages (see --log-samples).</p>"
     levels = range(1, LEVELS + 1)
     switch = '<label><input type="radio" name="by" value="a" checked> advantage</label>'
     if any(row.get("values") for row in rows):

@@ -24,7 +24,7 @@ def alarms(
     if m["rollout/verdict_no_box"] > 0.5:
         found["no_box"] = (
             f"{m['rollout/verdict_no_box']:.0%} of the responses put nothing in \\boxed{{}}, which "
-            "counts as wrong. Ask for it in the prompt (--prompt-suffix), or raise "
+            "counts as wrong. Ask for a box in the prompt (--prompt-suffix), or raise "
             "--max-response-tokens if they are cut off before."
         )
     if state.empty_steps:
@@ -74,7 +74,7 @@ def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence
             f"the verifier gave up on {given_up:.0%} of the responses, which counts as wrong. "
             "Raise --verifier-timeout-s, and look at `reason` in rollouts.jsonl."
         )
-    # A policy that learns to write what cannot be read shows as a share that rises, not a high one.
+    # A policy that learns to write what cannot be read shows as a rising share, not a high one.
     share = metrics["rollout/undecided_share"]
     responses = max(metrics["rollout/groups_finished"] * group_size, 1)
     earlier = [x for x in earlier if math.isfinite(x)]
@@ -93,13 +93,13 @@ def verifier_alarm(metrics: dict[str, float], group_size: int, earlier: Sequence
 
 
 def mismatch_alarm(nats: float, config: Config) -> str:
-    """A sentence on sampler and trainer disagreeing, with the causes that this run can have."""
+    """A sentence on the mismatch of sampler and trainer, with its possible causes in this run."""
     older = {
         "--async-steps (a lower --lr moves them less)": config.async_steps,
         "--partial-rollout (--max-staleness bounds their age)": config.partial_rollout,
     }
     flags = " and ".join(flag for flag, on in older.items() if on)
-    cause = f"Older weights sample under {flags}, which is the ordinary cause; " if flags else ""
+    cause = f"Older weights sample under {flags}, which is the usual cause; " if flags else ""
     return (
         f"sampler and trainer disagree by {nats:.3f} nats a token; importance weights (--is-mode "
         f"icepop) bound the harm. {cause}--dtype float32 shows whether precision is the cause."

@@ -1,7 +1,7 @@
 """What the critic knows, measured from the group structure of one batch.
 
-The responses of a group share their problem, so what V says of them can be split into how well it
-tells problems apart and how well it tells responses to the same problem apart. docs/critic.md
+The responses of a group share their problem, so what V says about them can be split into how well
+it tells problems apart and how well it tells responses to the same problem apart. docs/critic.md
 explains how to read each number.
 """
 
@@ -136,7 +136,7 @@ def average_ranks(x: Tensor) -> Tensor:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's; of average ranks it is Spearman's. NaN if either is constant."""
+    """Pearson's correlation; of average ranks, Spearman's. NaN if either is constant."""
     if len(x) < 2 or not (x.std() > 0 and y.std() > 0):
         return float("nan")
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])

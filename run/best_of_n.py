@@ -1,4 +1,4 @@
-"""A critic that picks among responses: the values that best-of-k of eval.py ranks them by."""
+"""Best-of-k by a critic: the values by which eval.py ranks responses."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Checkpoints: everything that a run needs to go on bit for bit.
+"""Checkpoints: everything that a run needs to continue bit for bit.
 
     checkpoints/step_000010/policy/         a Hugging Face directory
                             critic/         the same, with the value head
-                            trainer_state   optimizers, counters, data position, rollouts in hand
+                            trainer_state   optimizers, counters, data position, unfinished rollouts
                             manifest.json   size and CRC-32 of every other file; written last
 
 A checkpoint is written under a temporary name, flushed to the disk, then renamed: one with its
@@ -71,8 +71,8 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
     state.sampler.weight_version = saved["weight_version"]
     if gone := state.order.load_state_dict(saved["order"]):
         print0(
-            f"WARNING: --data was edited: {len(gone)} of its {len(problems)} problems are not what "
-            "they were; their pass rates and the rollouts in hand are dropped.",
+            f"WARNING: --data was edited: {len(gone)} of its {len(problems)} problems have changed;"
+            " their pass rates and unfinished rollouts are dropped.",
             file=sys.stderr,
         )
     state.buffer, ahead = restored(saved["buffer"], problems, gone), saved["ahead"]
@@ -88,7 +88,7 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
 def restored(
     groups: Sequence[Sequence[dict]], problems: Sequence[Problem], gone: set[int]
 ) -> list[list[Rollout]]:
-    """Groups of rollouts as `plain` wrote them, but for those of problems that are `gone`."""
+    """Groups of rollouts as `plain` wrote them, except those of problems that are `gone`."""
     return [
         [Rollout(**r | {"problem": problems[r["problem"]]}) for r in group]
         for group in groups
@@ -138,14 +138,14 @@ def save(run: Run, state: State) -> None:
 
 
 def save_or_warn(run: Run, state: State) -> None:
-    """A checkpoint during the run: a full disk costs this one, not the run."""
+    """Save during the run: a full disk costs this checkpoint, not the run."""
     try:
         save(run, state)
     except OSError as error:
         warn(
             state.step,
-            f"{error} The run goes on; until the next checkpoint a kill loses all since the last. "
-            "Make room.",
+            f"{error} The run continues; until the next checkpoint a kill loses all since the "
+            "last. Make room.",
         )
 
 
@@ -217,7 +217,7 @@ def newest(folder: Path) -> Path | None:
     """The newest undamaged checkpoint of the run in `folder`, on every rank; None if there is none
     yet.
 
-    Warns of each that it passes over. Raises FileNotFoundError for a missing file, ValueError if
+    Warns about each that it skips. Raises FileNotFoundError for a missing file, ValueError if
     every checkpoint is damaged.
     """
     found = []
@@ -280,7 +280,7 @@ def require(checkpoint: Path, name: str) -> None:
     if not (checkpoint / name).exists():
         raise FileNotFoundError(
             f"{checkpoint / name} is missing: a checkpoint without its {Path(name).parts[0]} "
-            f"cannot be resumed. Put it back, or delete {checkpoint} to go on from the one before."
+            f"cannot be resumed. Put it back, or delete {checkpoint} to use the one before."
         )
 
 

@@ -39,7 +39,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
 
 
 def evaluate_if_missing(run: Run, state: State) -> None:
-    """The evaluation that the finished steps lack: the first, or one that SIGTERM cut short."""
+    """The evaluation still missing: the first, or one that SIGTERM cut short."""
     file = run.folder / "metrics.jsonl"
     made = "eval/accuracy" in metrics.row_of_step(file, state.step)
     if made or not evaluation_is_due(run, state):

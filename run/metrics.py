@@ -57,7 +57,7 @@ class Sums:
 
     def means(self) -> dict[str, float]:
         """Quotients over all ranks; NaN where nothing was counted."""
-        names = sorted(self.pairs)  # the same order on every rank, or sums would be of other things
+        names = sorted(self.pairs)  # the same order on every rank, or sums would mix metrics
         total = distributed.sum_on_device([self.pairs[n] for n in names])
         return {n: a / b if b else math.nan for n, (a, b) in zip(names, total, strict=True)}
 
@@ -73,7 +73,7 @@ class Clock:
         begin = time.perf_counter()
         yield
         if torch.cuda.is_available():
-            # Not the whole device: with --async-steps a rollout runs in a stream of its own.
+            # Not the whole device: with --async-steps a rollout runs in its own stream.
             torch.cuda.current_stream().synchronize()
         self.seconds[phase] = time.perf_counter() - begin
 
@@ -94,8 +94,8 @@ class Clock:
 def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     """Shares of groups with every response right, with none right, and without a gradient.
 
-    Without: population variance of the rewards below 0.01, coarser than the sampling filter, which
-    keeps any difference.
+    Without a gradient: population variance of the rewards below 0.01, coarser than the sampling
+    filter, which keeps any difference.
     """
     flat = [statistics.mean(rewards) for rewards in groups if statistics.pvariance(rewards) < 0.01]
     total = len(groups) or math.nan
@@ -107,7 +107,7 @@ def group_signal(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def mean(xs: Sequence[float]) -> float:
-    """NaN for the mean of nothing."""
+    """The mean; NaN for an empty sequence."""
     return sum(xs) / len(xs) if xs else math.nan
 
 
@@ -126,7 +126,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
     ended = [r for group in collected.finished for r in group]
     groups = [[r.reward for r in group] for group in collected.finished]
     signal = group_signal(groups)
-    # NaN, not 0, for the mean of nothing: a step without a kept group has no kept length.
+    # NaN, not 0, for an empty mean: a step without a kept group has no kept length.
     reasons = Counter(r.reason for r in ended)
     spreads = [max(r.weight_versions) - min(r.weight_versions) for r in kept]
     metrics = {
@@ -280,13 +280,13 @@ def row_of_step(file: Path, step: int) -> dict:
 
 
 def amend(file: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add to the row of `step`, the last one, or begin it."""
+    """Add to the row of `step` (the last one), or start it."""
     before = [row for row in read_rows(file) if row["step"] < step]
     files.write_jsonl(file, [*before, row_of_step(file, step) | metrics])
 
 
 def forget_after(file: Path, step: int) -> None:
-    """Cut a JSONL file back to rows up to `step`, from which a resumed run goes on, and drop a line
+    """Cut a JSONL file back to rows up to `step`, where a resumed run continues, and drop a line
     that a kill left incomplete. One system call: another kill leaves the old file or the new one.
     """
     if distributed.rank() == 0 and file.exists():
@@ -325,7 +325,7 @@ def open_reporter(
 ) -> Callable[[int, dict[str, float]], None]:
     """report(step, metrics) to what --report-to names; `step`: finished steps of the run so far.
 
-    A resumed run goes on in the same event directory, where steps sampled again replace the old
+    A resumed run continues in the same event directory, where steps sampled again replace the old
     ones, or under the same wandb id (kept in folder/wandb_id), where both stay. Raises ImportError
     when the package is missing.
     """
@@ -352,7 +352,7 @@ def open_reporter(
     id_ = note.read_text() if note.exists() else None
     run = wandb.init(dir=folder, name=folder.name, config=asdict(config), id=id_, resume="allow")
     note.write_text(run.id)
-    # An axis of our own: wandb's counter refuses the steps that a resumed run does again.
+    # Our own axis: wandb's counter refuses the steps that a resumed run does again.
     run.define_metric("*", step_metric="step")
     return lambda step, metrics: run.log({"step": step} | finite(metrics))
 
@@ -393,12 +393,12 @@ def report(folder: Path, step: int, steps: int) -> None:
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
     if step < steps:
-        print0(f"stopped after step {step}; go on with --resume --output-dir {folder}")
+        print0(f"stopped after step {step}; continue with --resume --output-dir {folder}")
     print0(f"run directory: {folder}")
 
 
 def draw_figures(folder: Path) -> None:
-    """Have diagnose.py draw figures in a process of its own: if matplotlib is missing, that costs a
+    """Have diagnose.py draw figures in its own process: if matplotlib is missing, that costs a
     line, not the run.
     """
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]

@@ -1,4 +1,4 @@
-"""The optimizers of a model, and --offload, which keeps on the host what is not in use.
+"""The optimizers of a model, and --offload, which keeps unused state on the host.
 
 On a CPU the host is the device, so every such move is a no-op there.
 """
@@ -14,7 +14,7 @@ import distributed
 from config import Config
 
 HOST = torch.device("cpu")
-Optimizers = Sequence[torch.optim.Optimizer]  # of one model, whose parameters they share out
+Optimizers = Sequence[torch.optim.Optimizer]  # of one model; they divide up its parameters
 
 
 def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
@@ -23,7 +23,7 @@ def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
     With --optimizer muon, Muon takes the matrices of the layers and AdamW the rest (embedding and
     heads). Muon's rate is scaled by 0.2 sqrt(longer side), so that its steps are as large as
     AdamW's (Moonlight, 2502.16982) and one --lr serves both. torch orthogonalises in bfloat16: a
-    change of 1e-7 in a gradient, as another order of summation makes, changes up to a percent of a
+    change of 1e-7 in a gradient, as from another order of summation, changes up to a percent of a
     step (2e-5 in float32), so Muon's steps depend on micro-batches and ranks.
     """
     named = list(model.named_parameters())
@@ -99,7 +99,7 @@ def on_device(
     config: Config,
     moments: bool = False,
 ) -> Iterator[None]:
-    """Within, the model's weights, and if asked its optimizers' moments, are on the device."""
+    """Inside, the model's weights, and on request its optimizers' moments, are on the device."""
     if config.offload == "idle":
         model.to(device)
     if config.offload != "none" and moments:

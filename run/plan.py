@@ -4,7 +4,7 @@
 
 Every line is a number of elements times the bytes of one. What a layer holds was counted on the
 operations that model.py runs; tests/test_plan.py counts them again, at full size without a GPU and
-in a whole small run, and docs/performance.md explains how to read the table.
+in a whole small run, and docs/operations.md explains how to read the table.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ Parts = dict[str, float]  # name -> bytes
 
 @dataclass
 class Plan:
-    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: bytes that it
+    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: bytes it
     has. `host`: most bytes that --offload keeps on the host, for all GPUs together.
     """
 
@@ -264,7 +264,7 @@ def micro_batch_tokens(config: Config) -> int:
 
 
 def step_scalars(config: Config, critic: bool) -> float:
-    """Bytes of the (N, T) tensors of a step, which every rank holds whole.
+    """Bytes of the (N, T) tensors of a step, complete on every rank.
 
     A mask; behaviour and old log-probs, entropy, two rewards, advantages and importance weights;
     with a critic values and returns; all but the mask float32.
@@ -284,8 +284,8 @@ def read_shape(path: str) -> PretrainedConfig:
         return load_config(Path(hf_hub_download(path, "config.json")).parent)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"the config.json of {path} is out of reach ({type(error).__name__}); write one into a "
-            "directory and pass that as --model."
+            f"the config.json of {path} cannot be fetched ({type(error).__name__}); write one into "
+            "a directory and pass that as --model."
         ) from error
 
 
@@ -308,15 +308,15 @@ def machine_memory(device: torch.device, nproc: int) -> float:
 def concern(
     model: PretrainedConfig, config: Config, device: torch.device, ranks: int, here: int
 ) -> str:
-    """A sentence if this machine has too little memory by plan, else "". Nothing is refused: a plan
-    is not a measurement. ranks: how many there are in all (torchrun may have started them), `here`
-    of them on this machine.
+    """A sentence if the plan needs more memory than the machine has, else "". Nothing is refused: a
+    plan is not a measurement. ranks: how many there are in all (torchrun may have started them),
+    `here` of them on this machine.
     """
     config = replace(config, nproc=ranks)
     plan = make_plan(model, config, machine_memory(device, here))
     if not plan.fits:
         command = f"--plan --device {device.type} --gpu-memory-gb {plan.memory / GB:.3g}"
-        return f"by plan {plan.verdict()}; {command} shows where it goes and what to change."
+        return f"the plan needs {plan.verdict()}; {command} shows where it goes and what to change."
     host, available = plan.host * here / ranks, distributed.host_memory()
     if host > available:
         return (

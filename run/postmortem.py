@@ -52,7 +52,7 @@ def saves_minibatch(
     inputs: NamedTuple,
 ) -> Iterator[None]:
     """On a FloatingPointError within, write the weights of `part` and what its loss reads of the
-    minibatch `rows` for --replay, and raise the error again with the place of both.
+    minibatch `rows` for --replay, and re-raise the error with the paths of both.
 
     row_weights (N,) and the fields of `inputs` (N, T) are what the loss reads besides the model.
     """
@@ -66,8 +66,7 @@ def saves_minibatch(
         saved = files.checkpoints(run.folder)
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         raise FloatingPointError(
-            f"{error}. Nothing was changed by it, and {newest}; look at the cause with --replay "
-            f"{file}"
+            f"{error}. It changed nothing, and {newest}; look at the cause with --replay {file}"
         ) from None
 
 

@@ -49,7 +49,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def answer_classes(
     answers: Sequence[str | None], equal: Callable[[str, str], bool]
 ) -> list[list[int]]:
-    """Indices of equal answers, class by class in order of their first; None is no answer.
+    """Indices of equal answers, class by class in order of their first; None means no answer.
 
     An answer joins the first class whose first answer it equals.
     """
@@ -85,7 +85,7 @@ def maj_at_k(n: int, votes: Sequence[int], right: Sequence[bool], k: int) -> flo
     gave answer i.
 
     A tie goes to each of the tied answers with the same chance. Responses without an answer, n -
-    sum(votes), take places in the subset but do not vote; a subset of nothing else is wrong.
+    sum(votes), take places in the subset but do not vote; a subset without a vote is wrong.
 
     The exact sum over right answers w and the number v of their responses in the subset:
 

@@ -1,5 +1,5 @@
-"""The start of a run: check all that can be wrong, open and lock its directory, and build models,
-optimizers and sampler, or load them from a checkpoint.
+"""The start of a run: check everything that can be wrong, open and lock its directory, and build
+models, optimizers and sampler, or load them from a checkpoint.
 """
 
 import errno
@@ -49,13 +49,15 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     if config.head_dtype == "auto":
         config.head_dtype = config.dtype
     if config.reward == "majority" and {p.verifier for p in problems} - set(ANSWERS):
-        raise ConfigError("--reward majority compares answers: math and choice problems have one.")
+        raise ConfigError(
+            "--reward majority compares answers; only math and choice problems have them."
+        )
     ranks = distributed.world_size()
     if config.async_steps and ranks > 1:
         raise ConfigError("--async-steps works in one process; start without torchrun.")
     if concern := plan.concern(shape, config, device, ranks, distributed.ranks_here()):
         print0(f"WARNING: {concern}", file=sys.stderr)
-    # From here on the disk is written to; all that could be refused has been.
+    # From here on the disk is written to; everything that could be refused has been.
     open_run_directory(folder)
     lock = lock_directory(folder)
     saved = checkpoint.newest(folder) if config.resume else None
@@ -88,7 +90,7 @@ def read_problems(
 
 
 def run_directory(config: Config) -> Path:
-    """The run directory, the same on every rank; ConfigError if it holds another run."""
+    """The run directory, the same on every rank; ConfigError if it is of another run."""
     name = config.output_dir or str(
         ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
     )
@@ -139,7 +141,7 @@ def lock_directory(folder: Path) -> IO | None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Make the directory a run. The last act of the set-up, so that a failed start leaves no run;
+    """Make the directory a run. The last step of the set-up, so that a failed start leaves no run;
     renamed into place, so that a kill leaves the old file or the new one.
     """
     if distributed.rank() == 0:
@@ -208,7 +210,7 @@ def build_state(
 def frozen_policy(
     folder: Path, device: torch.device, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Transformer:
-    """A whole copy of the policy in the compute dtype, without gradients."""
+    """A complete copy of the policy in the compute dtype, without gradients."""
     model = Transformer.from_pretrained(folder, getattr(torch, config.dtype)).requires_grad_(False)
     model.to(device)
     set_head(model, config, tokenizer)

@@ -18,7 +18,7 @@ NOTE = {
 
 @contextmanager
 def handle_signals(state: State, config: Config) -> Iterator[None]:
-    """Ctrl-C finishes the step in hand and saves; a second one ends at once. SIGTERM, from a
+    """Ctrl-C finishes the current step and saves; a second one ends at once. SIGTERM, from a
     scheduler that wants the machine back, stops sampling and saves the last finished step, or
     finishes an update that has begun (with --async-steps also the rollout that runs during it,
     which would be lost otherwise).

@@ -29,7 +29,7 @@ class Run:
     eval_problems: list[Problem]
     grader: Verifier
     report: Callable[[int, dict[str, float]], None]  # step and metrics, to --report-to
-    lock: IO | None  # held as long as the run
+    lock: IO | None  # held until the run ends
 
 
 @dataclass
@@ -40,7 +40,7 @@ class State:
 
     policy: Transformer
     optimizers: Optimizers
-    sampler: Sampler  # owns a whole copy of the policy in the compute dtype
+    sampler: Sampler  # owns a complete copy of the policy in the compute dtype
     order: DataOrder
     critic: torch.nn.Module | None = None
     critic_optimizers: Optimizers = ()
@@ -50,7 +50,7 @@ class State:
     step: int = 0  # finished steps
     critic_steps: int = 0  # optimizer steps of the critic, which its warm-up counts
     empty_steps: int = 0  # the latest steps in a row that kept no group
-    start_entropy: float | None = None  # of the first policy update: what a collapse is measured by
+    start_entropy: float | None = None  # of the first policy update: the reference for a collapse
     stop: bool = False  # set by a signal: save and leave
 
     @property
@@ -63,5 +63,5 @@ class State:
         return getattr(self, name), self.optimizers if name == "policy" else self.critic_optimizers
 
     def on_device(self, name: str, run: Run) -> AbstractContextManager[None]:
-        """Within, `policy` or `critic` is on the run's device, wherever --offload keeps it."""
+        """Inside, `policy` or `critic` is on the run's device, wherever --offload keeps it."""
         return on_device(*self.part(name), run.device, run.config)

@@ -28,8 +28,8 @@ PREFILL_CHUNK_TOKENS = 8192
 
 
 class Sampler:
-    """Continuous batching on `slots` rows. `model` is whole on this rank: decoding does no
-    collective, so ranks need not decode in step.
+    """Continuous batching on `slots` rows. `model` is complete on this rank: decoding uses no
+    collectives, so ranks need not decode in step.
 
     kv_cache_tokens: most tokens whose keys and values are held at a time; 0: what memory allows.
     prefill_chunk_tokens: most prompt tokens in one forward. page: tokens per page.
@@ -61,7 +61,7 @@ class Sampler:
         self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
         self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
         self.weight_version = 0
-        self.interrupted = False  # set from outside: leave everything before the next token
+        self.interrupted = False  # set from outside: stop before the next token
         self.counts: Counter[str] = Counter()  # of the work done, see `run`; the caller clears it
 
     @classmethod
@@ -108,11 +108,11 @@ class Sampler:
     ) -> None:
         """Continue every rollout to its end, in place, started in the order given.
 
-        Unfinished rollouts go on from the tokens they have. `on_finish(rollout)` is called for each
-        that ends, in the order of the decode steps. `next_rollouts()` is called before free slots
-        are filled: the rollouts that it returns, of any of `problems`, go to the end of the queue;
-        None ends the run and leaves all as they are. Adds to `counts`: decode_steps, row_steps (the
-        sum of the rows over them), prefill_tokens, preempted. Holds no memory afterwards.
+        Unfinished rollouts continue from the tokens they have. `on_finish(rollout)` is called for
+        each that ends, in the order of the decode steps. `next_rollouts()` is called before free
+        slots are filled: the rollouts that it returns, of any of `problems`, go to the end of the
+        queue; None ends the run and leaves all as they are. Adds to `counts`: decode_steps,
+        row_steps (the sum of the rows over them), prefill_tokens, preempted. Frees its memory.
         """
         known = [*problems, *(r.problem for r in rollouts)]
         scheduler = Scheduler(self._new_cache(known, max_new_tokens), self.slots, rollouts)
@@ -166,7 +166,7 @@ class Sampler:
         native = self.model.model.rotary.native_length
         if native and longest > native + 1:  # the last token is never fed
             raise ValueError(
-                f"a cache of {longest - 1} tokens is impossible with this rope type, every token "
+                f"a cache of {longest - 1} tokens is impossible with this rope type: every token "
                 f"past {native} changes all keys; limit prompt + response to that."
             )
         limit = self.kv_cache_tokens or self._affordable_tokens()

@@ -2,7 +2,7 @@
 
 A graph replays fixed kernels on fixed addresses. So the pool of pages has its full size from the
 start, and the number of rows and the width of their page table are padded to powers of two and
-copied into buffers. Rows of padding read and write page 0 of the pool, which is nobody's.
+copied into buffers. Rows of padding read and write page 0 of the pool, which no response owns.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def record(function: Callable[[], None], pool: Any) -> Callable[[], None]:
     """
     function()  # libraries choose and allocate on their first call, which cannot be recorded
     graph = torch.cuda.CUDAGraph()
-    # thread_local, because NCCL's watchdog asks for events in a thread of its own.
+    # thread_local, because NCCL's watchdog queries events in its own thread.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         function()
     return graph.replay

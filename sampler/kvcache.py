@@ -3,7 +3,7 @@
 Memory grows with the tokens that are stored, not with slots x longest response, and responses that
 begin alike share the pages of their beginning: a prompt is stored, and on a CPU read, once per
 group. Here with pages of 4 tokens: three responses a, b, c to a prompt of 9 stored tokens share its
-two full pages, and each has a copy of the ninth token in the first page of its own:
+two full pages, and each has a copy of the ninth token in its own first page:
 
     page in the pool     0        1   2   3   4   5   6   7    ...    98     99
     read by           padding     a   b   c   a   c   -   -          a b c  a b c
@@ -310,7 +310,7 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
     lines = [len(x) for x in scores]
     by_row = torch.cat(scores).index_select(0, view.to_rows).view(rows, heads, -1)
     weights = by_row.add_(mask[:, None]).softmax(-1).view(-1, page).index_select(0, view.to_pages)
-    # One row too many, KV lines: there padded readers leave their results.
+    # One extra row, KV lines: padded readers leave their results there.
     out = queries.new_zeros(len(queries) + kv_heads, queries.shape[1])
     for part, w in zip(view.parts, weights.split(lines), strict=True):
         v = values[part.pages].flatten(0, 1).to(wide)
@@ -320,7 +320,7 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
 
 
 def is_scattered(pages: np.ndarray) -> bool:
-    """Ascending page numbers span a quarter more pages than there are, or yet more."""
+    """Whether ascending page numbers span at least a quarter more pages than there are."""
     return len(pages) > 0 and pages[-1] - pages[0] >= 1.25 * len(pages)
 
 
@@ -334,6 +334,6 @@ def occurrences_before(values: np.ndarray) -> np.ndarray:
 
 
 def padded(tables: Sequence[list[int]]) -> list[list[int]]:
-    """Lists of pages, filled up to equal length with page 0, which is nobody's."""
+    """Lists of pages, filled up to equal length with page 0, which belongs to no response."""
     width = max(map(len, tables), default=0)
     return [pages + [0] * (width - len(pages)) for pages in tables]

@@ -1,6 +1,6 @@
 """Which token is sampled: random numbers by counter, and inverse-CDF sampling from the softmax.
 
-The random number of a token is a hash of (seed, step, problem, sample, token) and of nothing else.
+The random number of a token is a hash of (seed, step, problem, sample, token) and nothing else.
 A generator with a state would give a token another number whenever the batch, the slots, the ranks
 or the point of a resume changed.
 """
@@ -18,7 +18,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: no counter repeats with
 
 
 def mix(x: int) -> int:
-    """Finaliser of SplitMix64: 64 bits in, 64 well-stirred bits out, one to one."""
+    """Finaliser of SplitMix64: 64 bits in, 64 well-mixed bits out, one to one."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     return x ^ (x >> 31)
@@ -51,7 +51,7 @@ def uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def logical_shift(x: Tensor, n: int) -> Tensor:
-    """x >> n with zeros coming in: the shift of an int64 alone brings in its sign."""
+    """x >> n, filled with zeros: a plain shift of an int64 fills with its sign."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 

@@ -76,7 +76,7 @@ class Scheduler:
             if self._pages_to_start(self.queue[0]) + len(self.running) > self.cache.available:
                 if self.running or not self.prompts:
                     break
-                # Nothing runs that would end and free pages, so prompts kept for later have to go.
+                # Nothing runs that would end and free pages, so prompts kept for later must go.
                 self._forget_prompts()
                 continue
             self._start(self.queue.popleft(), admitted)

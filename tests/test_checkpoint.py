@@ -69,7 +69,7 @@ def test_rollouts_in_hand_are_not_attached_to_other_problems(
     order = DataOrder(len(rows), 0, digests=[p.digest for p in problems])
     state = State(None, [], SimpleNamespace(), order)
     checkpoint.set_position(state, saved, problems)
-    words = "1 of its 64 problems are not what they were"
+    words = "1 of its 64 problems have changed"
     assert words in capsys.readouterr().err
     left = state.buffer + (state.ahead.finished if ahead else [])
     assert len(left) == len(held) - 1 and all(g[0].problem.index != changed for g in left)

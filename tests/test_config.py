@@ -208,7 +208,7 @@ def test_a_recipe_edited_before_a_resume_is_said_to_be_ignored(tmp_path, capsys)
     recipe.write_text("algorithm: ppo\nlr: 2e-6\nseed: 5\ncritic_lr: 1.0\n")
     assert parse([*resume, "--critic-lr", "3"]).lr == 1e-6
     (line,) = capsys.readouterr().err.splitlines()
-    assert "lr 1e-06, not 2e-06; seed 0, not 5 of" in line and "critic_lr" not in line
+    assert "lr 1e-06, not 2e-06; seed 0, not 5 from" in line and "critic_lr" not in line
 
 
 def test_a_recipe_does_not_set_what_the_run_to_resume_left_unset(tmp_path, capsys):

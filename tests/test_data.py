@@ -190,7 +190,7 @@ def test_what_is_no_known_kind_of_file_is_named(tmp_path, monkeypatch):
     for path, words in (
         (tmp_path / "data.txt", r"end the name in \.jsonl or \.parquet"),
         (tmp_path, "is a directory; to read it as a data set"),
-        ("gsm8k", "is no file here; to read it as a data set"),
+        ("gsm8k", "is not a file here; to read it as a data set"),
     ):
         with pytest.raises((ValueError, ImportError), match=f"{path}.*{words}"):
             list(read_rows(str(path)))

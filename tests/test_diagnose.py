@@ -221,7 +221,7 @@ def test_a_problem_drawn_twice_in_a_step_makes_two_groups(tmp_path):
 def test_a_missing_file_is_named(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"holds no {name}; give the directory"):
+    with pytest.raises(FileNotFoundError, match=f"has no {name}; give the directory"):
         explain.stored_group(run, 4)
 
 
@@ -406,5 +406,5 @@ def test_a_run_without_a_critic_has_the_share_of_advantages_alone(tmp_path):
 
 
 def test_a_directory_without_metrics_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no metrics.jsonl; give the directory"):
+    with pytest.raises(FileNotFoundError, match="has no metrics.jsonl; give the directory"):
         figures.draw_runs([tmp_path], tmp_path)

@@ -429,11 +429,11 @@ def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
         train.main([*flags.split(), *more, "--output-dir", str(tmp_path / name)])
 
     begin("fits")
-    assert "by plan" not in capsys.readouterr().err
+    assert "the plan needs" not in capsys.readouterr().err
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)
     begin("does-not")
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "by plan" in line)
-    verdict, command = line.removeprefix("WARNING: by plan ").split(" shows")[0].split("; ")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "plan needs" in line)
+    verdict, command = line.removeprefix("WARNING: the plan needs ").split(" shows")[0].split("; ")
     with pytest.raises(SystemExit, match="this does not fit"):
         begin("plan", *command.split())
     assert verdict in capsys.readouterr().out and "does not fit" in verdict

@@ -197,7 +197,7 @@ def test_a_dead_rank_ends_one_that_decodes_and_waits_for_nothing(tmp_path):
     body = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(100)\n"
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
-    assert "error: rank 1 was killed by SIGKILL, and the others were ended" in result.stderr
+    assert "error: rank 1 was killed by SIGKILL, so the others were stopped" in result.stderr
 
 
 def test_the_launcher_passes_sigterm_on_and_waits(tmp_path):
@@ -225,7 +225,7 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
     assert result.stderr.startswith("rank 1: Traceback")
     assert "the cause" in result.stderr.split("rank 0: ")[0]
     # Rank 0 may fall within the same look of the launcher, which then names it.
-    assert re.search(r"error: rank [01] ended with status 1, and the others", result.stderr)
+    assert re.search(r"error: rank [01] ended with status 1, so the others", result.stderr)
 
 
 def test_no_rank_reads_a_file_that_is_still_to_be_cut(tmp_path):

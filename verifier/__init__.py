@@ -4,5 +4,5 @@ values     what an answer can be, as records
 latex      text in, values out
 algebra    values compared exactly
 pool       worker processes that can be killed
-sandbox    programs of unknown intent, run behind a filter of system calls
+sandbox    untrusted programs, run under a system-call filter
 """

@@ -80,17 +80,17 @@ class Budget:
         self.left = math.inf
 
     def charge(self, nanoseconds: float) -> None:
-        """Book work before it is done; TooBig once the budget is used up."""
+        """Charge for work before it is done; TooBig once the budget is used up."""
         self.left -= nanoseconds
         if self.left < 0:
             raise TooBig("too much work")
 
 
-# One for all: verify.py lets one thread in at a time, and sets it anew for every response.
+# Shared: verify.py lets one thread in at a time, and resets it for every response.
 BUDGET = Budget()
 charge = BUDGET.charge
 
-# A context of our own, so that nobody else changes its precision. One Evaluator is used at a time.
+# Our own context, so that nobody else changes its precision. One Evaluator is used at a time.
 MP = mpmath.MPContext()
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 Number = Any  # a Fraction, or a real or complex number of MP
@@ -109,7 +109,7 @@ class Evaluator:
 
     def __init__(self, bits: int, point: Mapping[str, Fraction] | None = None) -> None:
         self.bits, self.point, self.top, self.exact_bits = bits, point or {}, 0, 0
-        self.slow = (bits / 256) ** 1.5  # mpmath's time, in that at 256 bits
+        self.slow = (bits / 256) ** 1.5  # mpmath's time, relative to that at 256 bits
         self.angle_in_degrees = False
 
     @classmethod
@@ -149,7 +149,7 @@ class Evaluator:
             raise NoValue("a function where it is not defined") from None
 
     def note(self, number: Number) -> Number:
-        """Book an inexact result: its cost, its magnitude, and that it is finite."""
+        """Charge for an inexact result: its cost, its magnitude, and that it is finite."""
         charge(4000 * self.slow)
         if not MP.isfinite(number):
             raise NoValue("not a finite number")
@@ -260,12 +260,12 @@ class Evaluator:
         return self.call(MP.power, base, power, cost=100_000)
 
     def deg(self, expr: Deg) -> Number:
-        """In radians inside of a trigonometric function, else the number in degrees."""
+        """In radians inside a trigonometric function, else the number in degrees."""
         value = self.value(expr.inner)
         return self.times(value, self.note(MP.pi / 180)) if self.angle_in_degrees else value
 
     def fn(self, expr: Fn) -> Number:
-        """Inside of a trigonometric function a degree sign is a factor of pi/180."""
+        """Inside a trigonometric function a degree sign is a factor of pi/180."""
         outer, self.angle_in_degrees = self.angle_in_degrees, expr.name in TRIGONOMETRIC
         value = self.value(expr.inner)
         self.angle_in_degrees = outer
@@ -365,7 +365,7 @@ NUMERATORS = [n for n in range(60, 800) if n % 211]
 
 @functools.lru_cache(64)
 def points(names: tuple[str, ...], steps: bool = False) -> list[Point]:
-    """Fixed points: 16 rational ones, by turns all positive and of any sign, none with an integer.
+    """Fixed points: 16 rational ones, in turn all positive and of any sign, none with an integer.
 
     For functions with `steps`, 48 of up to 45 in size, every other one of natural numbers.
     """

@@ -1,7 +1,7 @@
 """Read an answer, in LaTeX or plain text, into a value (see values.py). Never executes anything.
 
 variants   known Unicode to LaTeX; the different ways to read an ambiguous text
-tokenize   characters to tokens; words inside \\text{...} are told from letters of a formula
+tokenize   characters to tokens; words inside \\text{...} are kept apart from letters of a formula
 Parser     recursive descent, tokens to a value
 """
 

@@ -3,8 +3,8 @@
 A worker is a new program (exec) and never a fork, because the trainer holds CUDA and NCCL state.
 Parent and worker exchange lines of JSON. Four guards end what does not finish:
 
-    the deadline    the parent waits until it for a reply, then kills the worker's process group
-    SIGALRM         set by the worker for itself, in case the parent stands still
+    the deadline    the parent waits for a reply until then, and kills the worker's process group
+    SIGALRM         set by the worker for itself, in case the parent hangs
     RLIMIT_AS       2 GiB of address space: a memory bomb ends its own worker only
     PDEATHSIG       the kernel kills the worker when the trainer dies, so there are no orphans
 
@@ -75,7 +75,7 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def serve(verifiers: Mapping[str, Grade]) -> None:
-    """Answer [response, label, think, kind, seconds] lines by the fields of a PartVerdict.
+    """Answer [response, label, think, kind, seconds] lines with the fields of a PartVerdict.
 
     verifiers: what grades each kind; "math" must be one of them.
     """
@@ -109,7 +109,7 @@ def serve(verifiers: Mapping[str, Grade]) -> None:
 
 
 class Child:
-    """A process that answers lines with lines, in a process group of its own that ends with it."""
+    """A process that answers lines with lines, in its own process group, which ends with it."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
@@ -134,7 +134,7 @@ class Child:
             ) from None
 
     def stop(self) -> None:
-        """Kill the whole group: a worker for programs has a child process of its own."""
+        """Kill the whole group: a worker for programs has its own child process."""
         if self.process:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is dead already
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ class Child:
         """Send `data` and return the next line of reply.
 
         deadline: on the clock time.monotonic(), in seconds. Raises TimeoutError when it has passed
-        and EOFError when the process has ended; the Child is of no use after either.
+        and EOFError when the process has ended; the Child is unusable after either.
         """
         stdin, stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         poll = select.poll()  # select() fails on descriptors above 1023
@@ -199,7 +199,7 @@ class Worker(Child):
             self.stop()
             self.launch()
         self.served += 1
-        # A label may come out of a parquet file as a number of NumPy, which is not JSON
+        # A label may come out of a parquet file as a NumPy number, which is not JSON
         response, label = (None if text is None else str(text) for text in (response, label))
         # The worker's own alarm is later than our deadline, so that we say "timeout" and not "died"
         # The deadline starts here, after `launch`: a slow start is not charged to the pair

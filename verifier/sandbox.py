@@ -1,11 +1,11 @@
-"""Run programs of unknown intent: one forked process per test, behind a filter of system calls.
+"""Run untrusted programs: one forked process per test, under a system-call filter.
 
     python -P -s -S sandbox.py    [code, function, argument, seconds] in, [outcome, output] out
 
 This process imports what programs may import, then forks for every test. The fork gives up every
 system call that is not in ALLOWED before it compiles the first line of the program, and nothing can
-bring them back: no file is opened (not even for an import), no socket, no other process started or
-signalled, no name space changed. Its input and its output are memory files, its limits those of
+restore them: no file is opened (not even for an import), no socket, no other process started or
+signalled, no namespace changed. Its input and its output are memory files, its limits those of
 `confine`. It is told the input of one test and never an expected output, so there is nothing to
 read, to patch or to fake: the comparison happens in another process (rewards.py).
 
@@ -81,7 +81,7 @@ SET_DEATH_SIGNAL, GET_SECCOMP, SET_SECCOMP, NO_NEW_PRIVILEGES = 1, 21, 22, 38  #
 def unsupported() -> str | None:
     """Why programs cannot be run on this machine, or None."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
-        return "programs run on Linux on x86-64 or arm64 only, behind a filter of system calls"
+        return "programs run only on Linux on x86-64 or arm64, under a system-call filter"
     if ctypes.CDLL(None).prctl(GET_SECCOMP, 0, 0, 0, 0) < 0:
         return "this kernel cannot filter system calls (seccomp), so programs are not run at all"
     return None
@@ -161,7 +161,7 @@ def run(code: str, function: str | None, argument: str | list) -> None:
 def attempt(
     libc: ctypes.CDLL, code: str, function: str | None, argument: str | list, seconds: float
 ) -> tuple[str, str]:
-    """One test in a process of its own -> (outcome, output); outcome: ok, crash or slow.
+    """One test in its own process -> (outcome, output); outcome: ok, crash or slow.
 
     argument: the text on standard input, or the list of arguments of the function. seconds: of CPU;
     three times as many on the clock.
@@ -197,13 +197,13 @@ def serve() -> None:
     home = tempfile.mkdtemp()
     os.chdir(home)
     os.rmdir(home)  # an empty working directory in which nothing can be made
-    # Where the kernel permits it there is no network to begin with; the filter does not rely on it.
+    # Where the kernel permits it, there is no network at all; the filter does not rely on it.
     libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC)
     libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)  # after unshare, which clears it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     probe = "try:\n open('/')\nexcept PermissionError:\n print('closed')"
     if attempt(libc, probe, None, "", 10) != ("ok", "closed\n"):
-        raise SystemExit("the filter of system calls does not work on this machine")
+        raise SystemExit("the system-call filter does not work on this machine")
     print("ready", flush=True)
     gc.freeze()  # a collection in a fork would copy every page that it touches
     for line in sys.stdin.buffer:

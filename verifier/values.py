@@ -275,7 +275,7 @@ E, I, PI = Const("e"), Const("i"), Const("pi")
 
 
 def parts(value: Value) -> Iterator[Value]:
-    """The records directly inside of a record."""
+    """The records directly inside a record."""
     for name in value.__match_args__:  # the names of its fields
         field = getattr(value, name)
         if isinstance(field, Value):
@@ -302,7 +302,7 @@ def contains(value: Value, kind: type[Value]) -> bool:
 
 
 def has_degrees(expr: Expr) -> bool:
-    """Whether there is a degree sign outside of a function, where it counts as a unit."""
+    """Whether there is a degree sign outside a function, where it counts as a unit."""
     if isinstance(expr, (Deg, Fn)):
         return isinstance(expr, Deg)
     return any(map(has_degrees, parts(expr)))
