@@ -48,8 +48,10 @@ class Group:
         """Wait for the verdicts of all finished members and write their rewards."""
         for j, future in self.verdicts.items():
             verdict, r = future.result(), self.rollouts[j]
+            # `correct` stays the verifier's; a control may replace `reward`.
             r.reward = r.correct = verdict.score
             r.reason, r.answer = verdict.reason, verdict.answer
+        # A second call then leaves rewards alone that a control has replaced.
         self.verdicts.clear()
 
 
@@ -82,6 +84,7 @@ def evaluate(
             sampler, grader, mine, max_new_tokens=max_new_tokens, temperature=temperature,
             think=think, truncation=truncation, progress=progress,
         )  # fmt: skip
+    # Gathered in rank order; sorted back into the order of the problems.
     return sorted(distributed.gather(mine), key=lambda group: group[0].group)
 
 
@@ -101,10 +104,12 @@ def sample_groups(
 
     def on_finish(r: Rollout) -> None:
         group = tracked[r.group]
+        # Graded while others decode.
         group.submit(r, grader, think)
         if group.finished and progress is not None:
             progress.update()
 
+    # Members of a group next to each other: its prompt is held only while some still wait.
     every = [r for rollouts in groups for r in rollouts]
     sampler.run(every, max_new_tokens, temperature, on_finish, truncation)
     for group in tracked.values():
