@@ -282,7 +282,6 @@ class Sampler:
         for i in range(steps):
             last, logprob = step(view, last, lengths + i, keys, counters + i)
             sampled.append((last, logprob))
-        # The only wait for the device in `steps` tokens.
         tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*sampled, strict=True))
         # A NaN row would go on drawing the last id of the vocabulary and pass for a response.
         finite = logprobs.isfinite().all(1)

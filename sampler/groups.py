@@ -104,7 +104,6 @@ def sample_groups(
 
     def on_finish(r: Rollout) -> None:
         group = tracked[r.group]
-        # Graded while others decode.
         group.submit(r, grader, think)
         if group.finished and progress is not None:
             progress.update()

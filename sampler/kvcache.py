@@ -33,7 +33,6 @@ GPU_SHARE, HOST_SHARE = 0.8, 0.25
 
 def bytes_per_token(model: PretrainedConfig, itemsize: int) -> int:
     """Bytes of the keys and values of one token in all layers, each number of `itemsize` bytes."""
-    # 2: keys and values.
     return 2 * model.num_hidden_layers * model.num_key_value_heads * head_size(model) * itemsize
 
 
@@ -321,7 +320,7 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
     """
     (rows, heads, size), (_, kv_heads, page, _) = q.shape, keys.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    # Scaled before the product: fewer numbers than the scores.
+    # Scaled before the product: usually fewer numbers than the scores.
     queries = (q.to(wide) * size**-0.5).reshape(rows * kv_heads, -1)  # one line per reader: (G * d)
     scores = []
     for part in view.parts:
