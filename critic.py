@@ -99,7 +99,7 @@ class Critic(nn.Module):
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        # contiguous: safetensors refuses views with gaps. float32: a resume must be exact.
+        # contiguous: safetensors refuses views with gaps.
         weights = {
             name: w.detach().cpu().contiguous()
             for name, w in (state_dict or self.state_dict()).items()

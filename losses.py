@@ -593,7 +593,7 @@ def last_token(mask: Tensor) -> Tensor:
 def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
     usable = mask & torch.isfinite(a - b)
-    # isfinite of the difference: inf - inf is NaN, and catches either operand in one test.
+    # One test finds NaN and infinity in either operand, and inf - inf.
     return masked(a - b, usable), usable
 
 

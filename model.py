@@ -286,8 +286,8 @@ class Transformer(nn.Module):
             # As `logits` multiplies it: rounded to head_dtype, in float32.
             self.reordered_head = cpu_linear.reorder(self.head_weight.to(self.head_dtype).float())
             yield
-        # Also after a failure: stale copies would survive the next update.
         finally:
+            # Also after a failure: stale copies would survive the next update.
             self.reordered_head = None
             for m in linears:
                 m.reordered = None

@@ -327,8 +327,8 @@ def update_critic(
     inputs, updates = CriticInputs(old_values, returns), state.critic_steps
     before = distributed.full(head.weight.detach()).clone()  # a head that does not move is dead
     epochs = config.epochs_per_step * config.critic_updates_per_step
-    # response_mask, not loss_mask: V learns from truncated and from partly old responses too.
     for rows in minibatches(batch, config, state.step, epochs):
+        # response_mask, not loss_mask: V learns from truncated and partly old responses too.
         row_weights = minibatch_weights("token-mean", batch, batch.response_mask, rows)
         lr = critic_minibatch(run, state, batch, rows, row_weights, inputs, sums)
     after = distributed.full(head.weight.detach())
@@ -415,7 +415,6 @@ def update_policy(
     bad = int(weight_parts["is_nonfinite"][0])
     if bad:  # their tokens have weight 0, so no loss would tell
         rows = range(len(batch.rollouts))
-        # The budget is the constant C that only seq-mean-token-sum-norm (Dr. GRPO) reads.
         row_weights = minibatch_weights("token-mean", batch, mask, rows)
         with postmortem.saves_minibatch(run, state, "policy", batch, rows, row_weights, inputs):
             raise FloatingPointError(
@@ -423,6 +422,7 @@ def update_policy(
                 f"in step {state.step + 1}"
             )
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
+        # The budget is the constant C that only seq-mean-token-sum-norm (Dr. GRPO) reads.
         row_weights = minibatch_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )

@@ -128,8 +128,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b in total's dtype, also for 16-bit a and b."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    # mm in 16 bits would round every piece before it is added up.
     else:
+        # mm in 16 bits would round every piece before it is added up.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
