@@ -25,6 +25,7 @@ from model import (
     segment_positions,
 )
 
+# No policy checkpoint has these: loading a backbone must not miss them.
 HEAD = ("value_head.weight", "value_head.bias")
 
 
@@ -44,6 +45,7 @@ class Critic(nn.Module):
         """Values (A,) float32 of the states after tokens `action_index` (A,) of the packed
         sequences (see MicroBatch).
         """
+        # Packed: each sequence counts positions from 0 and attends to itself alone.
         positions = segment_positions(cu_seqlens, len(input_ids))
         # In compute_dtype: the backbone rounds as the policy's does.
         hidden = self.model(
@@ -71,6 +73,7 @@ class Critic(nn.Module):
         load_weights(critic, folder, torch.float32, ignore=("lm_head.weight",), fresh=HEAD)
         # The checkpoint has no value head, so it is still on the meta device, without memory.
         critic.value_head.to_empty(device="cpu")
+        # A random head would put noise into the first advantages.
         nn.init.zeros_(critic.value_head.weight)
         nn.init.constant_(critic.value_head.bias, bias)
         return critic

@@ -40,6 +40,7 @@ class Group:
 
     def submit(self, r: Rollout, grader: Grader, think: str) -> None:
         """Hand a finished member to the verifier's workers, which grade it while others decode."""
+        # By sample index, because members end in any order.
         self.verdicts[r.sample_index] = grader.submit(
             r.text, r.problem.label, think, r.problem.verifier
         )
