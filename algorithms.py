@@ -50,8 +50,10 @@ def length_reward(
     """
     peers = same_group(group_ids) & correct[None, :]
     length = lengths.double()
+    # Infinity for the others: they can be neither the longest nor the shortest.
     longest = torch.where(peers, length, -math.inf).amax(1)
     shortest = torch.where(peers, length, math.inf).amin(1)
+    # max(min_spread, 1): with a spread of 0 the quotient below would be 0 / 0.
     rewarded = correct & (longest - shortest >= max(min_spread, 1)) & (longest >= min_longest)
     return masked(weight * (0.5 - (length - shortest) / (longest - shortest)), rewarded)
 
@@ -64,6 +66,7 @@ def rloo_advantages(
 ) -> tuple[Tensor, None]:
     """r_i - mean reward of the others, RLOO (2402.14740): an unbiased baseline."""
     r = scores(token_rewards, mask, group_ids)
+    # Leave one out: a baseline that contained r_i would bias the gradient.
     others = (group_sum(r, group_ids) - r) / (group_size(group_ids) - 1)
     return spread_over_tokens(r - others, mask, token_rewards.dtype)
 
@@ -75,6 +78,7 @@ def reward_to_go_advantages(
 
     It has no baseline: whiten over the batch afterwards.
     """
+    # With V = 0 and lambda = 1 GAE is the discounted suffix sum of the rewards.
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, 1.0, gamma)[0], None
 
 
@@ -85,6 +89,7 @@ def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """
     if alpha <= 0:
         raise ValueError(f"gae_lambda_alpha must be positive, got {alpha}")
+    # clamp: responses shorter than 1/alpha tokens would get a negative lambda.
     return masked((1 - 1 / (alpha * lengths.double())).clamp(min=0), lengths > 0)
 
 
@@ -110,11 +115,13 @@ def vapo_advantages(
 
 def reinforce(logprobs, log_ratio, advantages, **_):
     """A log pi: no ratio and no clip, so it is right only for the first update on a batch."""
+    # No limit to reach: the clip fraction of this row is always 0.
     return advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def cispo(logprobs, log_ratio, advantages, *, clip_low, clip_high, **_):
     """sg[clip(rho, 1 - low, 1 + high)] A log pi, CISPO (2506.13585): no token is silenced."""
+    # detach: the gradient flows through log pi alone, so a clipped token keeps one.
     ratio = log_ratio.exp().detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return weight * advantages * logprobs, weight != ratio
@@ -124,6 +131,7 @@ def sapo(log_ratio, advantages, *, sapo_tau_pos, sapo_tau_neg, **_):
     """(4 / tau) sigmoid(tau (rho - 1)) A, SAPO (2511.20347): a soft gate instead of a clip."""
     # 4 / tau makes the gradient that of rho A at rho = 1, whatever tau is.
     tau = torch.where(advantages > 0, advantages.new_tensor(sapo_tau_pos), sapo_tau_neg)
+    # Two temperatures: a larger tau closes the gate sooner, by default where A <= 0.
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
     return 4 / tau * gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
 
@@ -138,6 +146,7 @@ def gmpo(log_ratio, advantages, mask, *, clip_low, clip_high, **_):
     one_sided = torch.where(
         advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
     )
+    # The mean of logs is the log of the geometric mean: one outlier moves it little.
     geometric_mean = row_mean(one_sided, mask)[:, None].exp()
     return geometric_mean * advantages, one_sided != log_ratio
 
@@ -146,6 +155,7 @@ def trust_mask(log_ratio, advantages, *, clip_low, clip_high, **_):
     """rho A where rho is in [1 - low, 1 + high], else 0 without gradient, SAO."""
     ratio = log_ratio.exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    # Both sides, whatever the sign of A: unlike PPO's min, no far token trains at all.
     return masked(ratio * advantages, ~outside), outside
 
 
@@ -168,9 +178,11 @@ def covariance_mask(
     logp, adv = old_logprobs[mask].double(), advantages[mask].double()
     covariance = (logp - logp.mean()) * (adv - adv.mean())
     count = min(math.ceil(fraction * covariance.numel()), covariance.numel())
+    # topk of nothing has no last element; a step may train no token.
     if count == 0:
         return torch.zeros_like(mask)
     threshold = covariance.topk(count).values[-1]
+    # > 0: with constant advantages every covariance is 0, and all tokens would tie.
     return mask.masked_scatter(mask, (covariance >= threshold) & (covariance > 0))
 
 
@@ -196,8 +208,10 @@ def topk_forward_kl(
 
     (..., V) logits -> (...). min_logprob floors both log-probs, max_kl caps the result.
     """
+    # Normalised before topk: over k tokens alone both would sum to 1 and hide the tail.
     teacher, ids = teacher_logits.log_softmax(-1).topk(k, dim=-1)
     student = student_logits.log_softmax(-1).gather(-1, ids)
+    # Before the floor, so that the floor does not give weight to impossible tokens.
     weight = teacher.exp()
     teacher, student = teacher.clamp(min=min_logprob), student.clamp(min=min_logprob)
     return (weight * (teacher - student)).sum(-1).clamp(max=max_kl)
@@ -248,6 +262,7 @@ def row(
     that a configuration does not have.
     """
     algorithm = Algorithm(advantage, objective, critic, about, COMMON | defaults)
+    # At import: a misspelt name would otherwise fail after the first rollout, or do nothing.
     known = {field.name for field in fields(Config)}
     if unknown := sorted((algorithm.reads | defaults.keys()) - known):
         raise TypeError(
@@ -264,8 +279,10 @@ COMMON = dict(
     std_normalize=False, whiten_advantages=False, is_mode="none", is_low=0.5, is_high=5.0,
     group_size=8, dynamic_sampling=True, critic_updates_per_step=1, value_clip=0.2,
 )
+# GRPO's own form: each response counts 1, so a token of a long one counts less.
 PER_RESPONSE = dict(aggregation="seq-mean-token-mean", std_normalize=True)
 CRITIC = dict(critic=True, whiten_advantages=True)
+# clip-higher as in DAPO; icepop drops tokens on which sampler and trainer disagree.
 JUSTRL2 = CRITIC | dict(gae_lambda_k=0.5, clip_high=0.28, is_mode="icepop")
 
 ALGORITHMS = {
@@ -281,10 +298,12 @@ ALGORITHMS = {
     "reinforce_pp_baseline": row(grpo_advantages, "clip",
         "group mean removed, normalised over the batch (2501.03262)", whiten_advantages=True),
     "rgra": row(grpo_advantages, "reinforce", "GRPO without ratio and clip", **PER_RESPONSE),
+    # The mean log-ratio of a response hardly moves: hence a window far narrower than 0.2.
     "gspo": row(grpo_advantages, "clip", "one ratio per response, clipped whole (2507.18071)",
         **PER_RESPONSE, ratio_level="sequence", clip_low=3e-4, clip_high=4e-4),
     "gspo_token": row(grpo_advantages, "clip", "GSPO with each token's own gradient (2507.18071)",
         **PER_RESPONSE, ratio_level="sequence-token", clip_low=3e-4, clip_high=4e-4),
+    # 1 - clip_low = 0: no lower bound on the weight, only the upper one of 5.
     "cispo": row(grpo_advantages, "cispo", "clipped ratio as a weight only (2506.13585)",
         std_normalize=True, clip_low=1.0, clip_high=4.0),
     "sapo": row(grpo_advantages, "sapo", "a sigmoid gate in place of the clip (2511.20347)",
@@ -295,6 +314,7 @@ ALGORITHMS = {
         **CRITIC, gae_lambda=0.95),
     "vapo": row(vapo_advantages, "clip", "lambda 1 - 1/(alpha L), target the outcome (2504.05118)",
         **CRITIC, gae_lambda_alpha=1.5, clip_high=0.28),
+    # A group of one has no spread of rewards, so dynamic sampling would keep nothing.
     "sao": row(ppo_advantages, "trust_mask", "one response per problem, far tokens dropped",
         **CRITIC, gae_lambda=0.95, clip_low=0.3, clip_high=5.0, group_size=1,
         dynamic_sampling=False, critic_updates_per_step=2),

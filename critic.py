@@ -25,6 +25,7 @@ from model import (
     segment_positions,
 )
 
+# No policy checkpoint has these: loading a backbone must not miss them.
 HEAD = ("value_head.weight", "value_head.bias")
 
 
@@ -44,7 +45,9 @@ class Critic(nn.Module):
         """Values (A,) float32 of the states after tokens `action_index` (A,) of the packed
         sequences (see MicroBatch).
         """
+        # Packed: each sequence counts positions from 0 and attends to itself alone.
         positions = segment_positions(cu_seqlens, len(input_ids))
+        # In compute_dtype: the backbone rounds as the policy's does.
         hidden = self.model(
             input_ids, positions, packed_attention(cu_seqlens, int(cu_seqlens.diff().max()))
         )
@@ -66,9 +69,11 @@ class Critic(nn.Module):
         folder = local_folder(path)
         with torch.device("meta"):
             critic = cls(load_config(folder), compute_dtype)
+        # float32 masters: an update of 1e-6 would vanish when added to a bfloat16 weight.
         load_weights(critic, folder, torch.float32, ignore=("lm_head.weight",), fresh=HEAD)
         # The checkpoint has no value head, so it is still on the meta device, without memory.
         critic.value_head.to_empty(device="cpu")
+        # A random head would put noise into the first advantages.
         nn.init.zeros_(critic.value_head.weight)
         nn.init.constant_(critic.value_head.bias, bias)
         return critic
@@ -83,6 +88,7 @@ class Critic(nn.Module):
             raise FileNotFoundError(
                 f"{folder} is missing: a policy without its critic cannot be resumed."
             )
+        # meta: no memory and no random initialisation for weights that are loaded anyway.
         with torch.device("meta"):
             critic = cls(load_config(folder), compute_dtype)
         load_weights(critic, folder, torch.float32)
@@ -96,6 +102,7 @@ class Critic(nn.Module):
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
+        # contiguous: safetensors refuses views with gaps.
         weights = {
             name: w.detach().cpu().contiguous()
             for name, w in (state_dict or self.state_dict()).items()

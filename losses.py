@@ -42,12 +42,14 @@ def overlong_penalty(
     """
     if buffer_tokens <= 0:
         return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
+    # In tokens; lengths count the stop token, as the budget does.
     free = max_response_tokens - buffer_tokens
     return (factor * (free - lengths.double()) / buffer_tokens).clamp(-factor, 0)
 
 
 def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
     """(N,) -> (N, T): amount_i on the last token of row i, 0 elsewhere."""
+    # Outcome rewards: r_t = 0 before the end, so GAE alone decides how credit flows back.
     return torch.where(last_token(mask), amounts[:, None], 0.0)
 
 
@@ -62,6 +64,7 @@ def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
     """
     if not 0 < k <= 1:
         raise ValueError(f"gae_lambda_k must be in (0, 1], got {k}")
+    # An empty row divides by 0 and is masked: with k = 1 it would be NaN.
     return masked(torch.exp(math.log(k) / lengths.double()), lengths > 0)
 
 
@@ -75,8 +78,10 @@ def discounted_suffix_sum(x: Tensor, decay: Tensor) -> Tensor:
     Here it takes log2(T) passes: after that of stride s, y_t is the sum of its next 2s terms.
     """
     y, weight, stride = x, decay[:, None], 1
+    # y_t = sum over j < stride of decay^j x_(t+j), and weight = decay^stride, at each start.
     while stride < x.shape[1]:
         reached = y[:, :-stride] + weight * y[:, stride:]
+        # The last `stride` columns already reach the end of the row: nothing to add.
         y = torch.cat([reached, y[:, -stride:]], dim=1)
         weight, stride = weight * weight, 2 * stride
     return y
@@ -93,7 +98,9 @@ def gae(
     """
     # float64: with lambda near 1 a sum over 100k tokens loses digits that whitening would magnify.
     v = masked(values, mask).double()
+    # After the last token V is 0: padding of v is 0 too, so shorter rows end the same way.
     next_v = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
+    # Masked again: padding may hold rewards that are NaN.
     delta = masked(rewards.double() + gamma * next_v - v, mask)
     decay = gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=v.device)
     advantages = discounted_suffix_sum(delta, decay.expand(v.shape[0]))
@@ -140,6 +147,7 @@ def grpo_advantages(
     size = group_size(group_ids)
     centred = r - group_sum(r, group_ids) / size
     if std_normalize:
+        # In float64 equal float32 rewards sum exactly, so their variance is exactly 0.
         variance = group_sum(centred.square(), group_ids) / (size - std_ddof)
         centred = centred / (variance.sqrt() + 1e-6)  # 1e-6 as in the reference: 0 / 0 gives 0
     return spread_over_tokens(centred, mask, token_rewards.dtype)
@@ -158,6 +166,7 @@ def ppo_advantages(
 
     The target is computed from the raw rewards: length penalties and KL are the policy's concern.
     """
+    # Two passes because two rewards: the policy's carries penalties, the critic's does not.
     advantages, _ = gae(token_rewards, values, mask, gae_lambda, gamma)
     _, returns = gae(raw_token_rewards, values, mask, gae_lambda, gamma)  # A + V: bootstraps
     return advantages, returns
@@ -171,6 +180,7 @@ def group_correction(
     Leave-one-out group centring of JustRL II: added to the terminal reward, it removes what the
     critic still misjudges about the prompt. A group of one gets 0, an empty response counts 0.
     """
+    # V before the last token: the critic's final word on this response.
     last_values = masked(values, last_token(mask)).sum(1)
     residual = masked((raw_rewards - last_values).double(), mask.any(1))
     # Leave one out: with its own residual in the mean, a response would correct itself.
@@ -212,6 +222,7 @@ def justrl2_advantages(
 
     Length-adaptive: the first token of a response sees k^((L-1)/L) of the outcome at every length.
     """
+    # Only the policy's reward is corrected: V keeps regressing on the raw outcome.
     if group_center:
         raw = masked(raw_token_rewards, mask).sum(1)
         correction = group_correction(raw, values, mask, group_ids)
@@ -228,6 +239,7 @@ def inject_terminal(
     With amounts = the overlong penalty and a lambda of its own, the penalty reaches the tokens near
     the end only and never a critic (JustRL II's analytic injection).
     """
+    # GAE is linear in the rewards: with V = 0 the effect of one reward can be added on its own.
     effect, _ = gae(
         terminal_reward(amounts.double(), mask), torch.zeros_like(advantages), mask, gae_lambda
     )
@@ -246,6 +258,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     # float64 sums: float32 over a million tokens would depend on their order.
     mean = masked(values, mask).sum(dtype=torch.float64) / n
     centred = masked(values - mean.to(values.dtype), mask)
+    # max(n - 1, 1): a single token has variance 0, not 0 / 0.
     variance = centred.square().sum(dtype=torch.float64) / max(n - 1, 1)
     scaled = centred * torch.rsqrt(variance + eps).to(values.dtype)
     return scaled if shift_mean else masked(scaled + mean.to(values.dtype), mask)
@@ -268,6 +281,7 @@ def value_loss(
     value_clip None is the plain squared error. Without row_weights: mean over these tokens. A
     difference to R or V_old that is not finite is taken as 0 and counted as `nonfinite`.
     """
+    # A difference that is not finite becomes 0 here, so its NaN cannot reach the backward.
     error, usable = usable_difference(values, returns, mask)
     old_error, _ = usable_difference(old_values, returns, usable)
     moved, known = usable_difference(values, old_values, usable)
@@ -276,6 +290,7 @@ def value_loss(
     metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:
         clipped_error = old_error + moved.clamp(-value_clip, value_clip)  # V clipped around V_old
+        # The maximum is pessimistic: clipping never makes an error look smaller than it is.
         squared = torch.maximum(squared, clipped_error.square())
         metrics["clip_fraction"] = mean_pair(moved.abs() > value_clip, mask)
     return aggregate(squared, mask, row_weights=row_weights), metrics
@@ -300,6 +315,7 @@ def importance_weights(
     counts. A token whose log-probs are not finite gets weight 0 and is counted as `is_nonfinite`.
     """
     mismatch, usable = usable_difference(old_logprobs, rollout_logprobs, mask)
+    # The clamp keeps the metrics finite; e^20 is far outside any sensible window.
     ratio = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside = (ratio >= low) & (ratio <= high)
     if mode == "none":
@@ -315,6 +331,7 @@ def importance_weights(
         "is_outside": mean_pair(~inside, usable),
         "is_abs_deviation": mean_pair((ratio - 1).abs(), usable),
         "mismatch_abs": mean_pair(mismatch.abs(), usable),
+        # The tokens are the sampler's, so it comes first: KL(rollout || old), by k3.
         "mismatch_kl": mean_pair(
             approx_kl(rollout_logprobs, old_logprobs, mask=mask, bound=KL_LOSS_BOUND), usable
         ),
@@ -335,6 +352,7 @@ def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     if level == "sequence":
         return mean
     if level == "sequence-token":
+        # Value of the mean; the two terms cancel in value and leave d log_ratio as the gradient.
         return mean.detach() + log_ratio - log_ratio.detach()
     raise ValueError(f"unknown ratio_level '{level}': choose token, sequence or sequence-token")
 
@@ -342,6 +360,7 @@ def ratio_at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """(N,) float64: (sum_t w)^2 / sum_t w^2 with w = exp(log_ratio), between 1 and the length."""
     w = masked(log_ratio.detach().double().exp(), mask)
+    # float64 above: e^20 squared and summed keeps its digits. clamp: an empty row gives 0.
     return w.sum(1).square() / w.square().sum(1).clamp(min=1e-30)
 
 
@@ -365,10 +384,12 @@ def clip(log_ratio, advantages, *, clip_low, clip_high, dual_clip, **_):
     """
     unclipped = log_ratio.exp() * advantages
     clipped = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+    # min: a token that has moved against its advantage keeps its gradient, however far it is.
     surrogate = torch.minimum(unclipped, clipped)
     if dual_clip is not None:
         floor = torch.maximum(surrogate, dual_clip * advantages)
         surrogate = torch.where(advantages < 0, floor, surrogate)
+    # Strictly less: only where the clip takes gradient away, not at every ratio outside.
     return surrogate, clipped < unclipped
 
 
@@ -405,6 +426,7 @@ def approx_kl(
     else:
         raise ValueError(f"unknown kl_estimator '{estimator}': choose k1, k2, k3 or k3_is")
     kl = kl if ratio is None else ratio * kl
+    # clamp has gradient 0 beyond the bound: one outlier cannot dominate the update.
     return kl if bound is None else kl.clamp(-bound, bound)
 
 
@@ -431,6 +453,7 @@ def aggregation_weights(
     prompt-mean              1 / (P n_group(i))        ScaleRL (2510.13786)
     """
     kept = torch.ones_like(token_counts).double() if kept is None else kept.double()
+    # An empty response counts one token: no 0 / 0, and it stays in the mean over responses.
     tokens = token_counts.clamp(min=1)
     responses = kept.sum().clamp(min=1)
     if mode == "token-mean":
@@ -444,6 +467,7 @@ def aggregation_weights(
     if mode == "prompt-mean":
         if group_ids is None:
             raise ValueError("prompt-mean needs group_ids, the prompt of each response")
+        # Each kept response counts 1 / (kept in its group), so every prompt with any counts 1.
         prompts = (kept / group_sum(kept, group_ids).clamp(min=1)).sum().clamp(min=1)
         return kept / (prompts * group_sum(kept * token_counts, group_ids).clamp(min=1))
     raise ValueError(
@@ -562,12 +586,14 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def last_token(mask: Tensor) -> Tensor:
     """(N, T) bool: True at the last token of each row; an empty row has none."""
+    # cumsum reaches the total at the last True and stays there; `mask &` drops what follows.
     return mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
 
 
 def usable_difference(a: Tensor, b: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(a - b, usable): the difference is 0, without gradient, where masked or not finite."""
     usable = mask & torch.isfinite(a - b)
+    # One test finds NaN and infinity in either operand, and inf - inf.
     return masked(a - b, usable), usable
 
 
@@ -578,6 +604,7 @@ def same_group(group_ids: Tensor) -> Tensor:
 
 def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
     """(N,) -> (N,) float64: sum over the group of each response."""
+    # N x N is small next to N x T, and needs neither sorted ids nor groups of one size.
     return same_group(group_ids).double() @ x.double()
 
 
@@ -588,4 +615,5 @@ def group_size(group_ids: Tensor) -> Tensor:
 
 def mean_pair(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(sum over tokens, number of tokens); a row without any (filtered response) does not count."""
+    # float: masks come in too, and their mean is a fraction of tokens.
     return masked(x.detach().float(), mask).sum(), mask.sum()

@@ -36,6 +36,7 @@ class Linear(nn.Linear):
     `reordered`: a copy of the weights that a CPU reads faster (see `reordered_weights`), or None.
     """
 
+    # A plain attribute, not a buffer: state_dict never sees the copy.
     reordered: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        # float32 at least, float64 stays: a mean of squares in bfloat16 has 8 bits.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(x.dtype).to(wide)
         return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
@@ -77,6 +79,7 @@ class Rotary:
         if self.type not in ("default", *ROPE_INIT_FUNCTIONS):
             known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
             raise ValueError(f"rope_type {self.type!r} is not supported; use one of {known}.")
+        # Only these two types change all frequencies with the length of a sequence.
         self.native_length = {
             "dynamic": config.max_position_embeddings,
             "longrope": self.rope.get("original_max_position_embeddings"),
@@ -88,6 +91,7 @@ class Rotary:
     def _frequencies(self, length: int | None = None) -> tuple[Tensor, float]:
         """Angles per position (d/2,), and the factor on cos and sin, for `length` tokens."""
         with torch.device("cpu"):  # the model itself may be under construction on the meta device
+            # float32: a frequency rounded to bfloat16 is off by whole turns at position 100,000.
             if self.type == "default":
                 exponents = torch.arange(0, self.head_size, 2).float() / self.head_size
                 return 1.0 / self.rope["rope_theta"] ** exponents, 1.0
@@ -97,6 +101,7 @@ class Rotary:
 
     def _frequencies_by_segment(self, positions: Tensor) -> Tensor:
         """Frequencies per token (M, d/2) where each packed segment has those of its own length."""
+        # A segment begins where the position falls back to 0.
         starts = (positions == 0).nonzero().flatten().tolist() + [len(positions)]
         lengths = [end - start for start, end in pairwise(starts)]
         rows = [self._frequencies(n)[0].expand(n, -1) for n in lengths]
@@ -104,7 +109,9 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions (M,) -> cos, sin (M, 1, d) float32, the first half of sin negated."""
+        # Kept where it was moved to, so that later steps copy nothing to the device.
         self.frequencies = frequencies = self.frequencies.to(positions.device)
+        # max() waits for the device; other rope types never get this far.
         if self.native_length and positions.max() >= self.native_length:
             frequencies = self._frequencies_by_segment(positions)
         angle = (positions[:, None].float() * frequencies)[:, None]
@@ -126,6 +133,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(size, kv_heads * d, bias=bias)
         self.v_proj = Linear(size, kv_heads * d, bias=bias)
         self.o_proj = Linear(heads * d, size, bias=bias and not qwen2)
+        # Of the three families only Qwen3 normalises q and k, each head by itself.
         qk_norm = config.model_type == "qwen3"
         self.q_norm = RMSNorm(d, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if qk_norm else nn.Identity()
@@ -137,6 +145,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
         # q and k are rotated together: decoding a small model is bound by the number of operations.
         qk = torch.cat([q, k], 1).float()
+        # Rotation of halves: x cos + swap(x) sin, with the minus sign already in sin.
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).to(x.dtype)
         q, k = qk.split([self.heads, self.kv_heads], 1)
         return self.o_proj(attend(q, k, v).flatten(1))
@@ -172,6 +181,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # In tokens. Nothing mixes tokens here, so chunks change memory and not the result.
         self.mlp_chunk_tokens = 0
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
@@ -209,8 +219,10 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids (M,), positions (M,) -> hidden states (M, D) in `compute_dtype`."""
         x = self.embed_tokens(input_ids).to(self.compute_dtype)
+        # Once for all layers.
         cos, sin = self.rotary(positions)
         for i, layer in enumerate(self.layers):
+            # Without gradients there is no backward that would recompute anything.
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, partial(attend, i), use_reentrant=False)
             else:
@@ -225,6 +237,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, compute_dtype)
+        # Tied: a second name for one matrix would be saved a second time.
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.generation_config: str | None = None  # JSON text, saved as it was loaded
@@ -245,12 +258,14 @@ class Transformer(nn.Module):
         """Give probability only to the tokenizer's ids: matrices are often padded beyond them
         (Qwen3: 151,936 rows, 151,669 tokens), and a padded id can be sampled but never decoded.
         """
+        # The rows stay in the matrix, so a checkpoint keeps the shape that others expect.
         self.vocab_size = min(tokens, self.config.vocab_size)
 
     def set_head_dtype(self, dtype: torch.dtype) -> None:
         """Compute the head in `dtype`; weights stored in fewer bits are converted to it."""
         self.head_dtype = dtype
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        # Promoted, never lowered: float32 masters stay float32 under a bfloat16 head.
         head.to(torch.promote_types(head.weight.dtype, dtype))
 
     @contextmanager
@@ -272,6 +287,7 @@ class Transformer(nn.Module):
             self.reordered_head = cpu_linear.reorder(self.head_weight.to(self.head_dtype).float())
             yield
         finally:
+            # Also after a failure: stale copies would survive the next update.
             self.reordered_head = None
             for m in linears:
                 m.reordered = None
@@ -302,9 +318,11 @@ class Transformer(nn.Module):
         if self.reordered_head is not None:
             return cpu_linear.linear(hidden.float(), self.reordered_head)
         weight = self.head_weight.to(self.head_dtype)
+        # 16-bit operands, float32 sums: no float32 copy of the head on the GPU.
         if hidden.is_cuda and hidden.dtype != torch.float32:
             rows = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
             return rows.unflatten(0, hidden.shape[:-1])
+        # Rounded to head_dtype first, then widened: the same operands as on a GPU.
         return F.linear(hidden.float(), weight.float())
 
     @classmethod
@@ -319,6 +337,7 @@ class Transformer(nn.Module):
         compute_dtype: of the activations, default `dtype`. Raises as `load_config`, `load_weights`.
         """
         folder = local_folder(path)
+        # meta: no memory and no random initialisation for weights that are loaded anyway.
         with torch.device("meta"):
             model = cls(load_config(folder), compute_dtype or dtype)
         # A tied checkpoint may contain the head too, as a copy of the embedding.
@@ -359,12 +378,14 @@ def limit_threads(model: nn.Module, device: torch.device) -> None:
 
 def segment_positions(cu_seqlens: Tensor, total: int) -> Tensor:
     """Position (M,) of every packed token within its own segment."""
+    # output_size: without it the host would wait for a GPU to tell the sum.
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=total)
     return torch.arange(total, device=cu_seqlens.device) - starts
 
 
 def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
     """Causal self-attention within each segment of a packed batch; cu_seqlens (S+1,) int32."""
+    # On the host once, not in every layer.
     lengths = cu_seqlens.diff().tolist()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -373,6 +394,7 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
         # One call per segment, nothing padded. Given three dimensions SDPA is up to 8x slower.
         q, k, v = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
         sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        # SDPA wants (1, H, tokens, d), the packed layout is (tokens, H, d).
         return torch.cat(list(map(sdpa, q, k, v)), 2)[0].transpose(0, 1)
 
     return attend
@@ -413,6 +435,7 @@ def load_config(folder: Path) -> PretrainedConfig:
         model_type = json.loads(file.read_text()).get("model_type")
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again.") from error
+    # A likely slip: the folder of a run, whose config.json has no model_type.
     if model_type is None and (folder / "checkpoints").is_dir():
         raise ValueError(
             f"{folder} is a run; pass the policy of a checkpoint, checkpoints/step_N/policy in it."
@@ -424,6 +447,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 def save_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json, readable by transformers 4 and 5 and by vLLM."""
+    # The model keeps its own: only the file gets another dtype and architecture.
     config = copy.deepcopy(config)
     config.dtype = dtype
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -441,6 +465,7 @@ def load_hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every tensor in a checkpoint directory, one at a time."""
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
+    # A single file wins: the index may be left from an earlier, sharded save.
     if not files[0].exists() and index.exists():
         shards = json.loads(index.read_text())["weight_map"].values()
         files = [folder / shard for shard in sorted(set(shards))]
@@ -451,6 +476,7 @@ def load_hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             )
         try:
             with safe_open(file, "pt") as tensors:
+                # A generator: source and converted copy exist together for one tensor only.
                 yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}); copy it again.") from error
@@ -471,6 +497,7 @@ def load_weights(
     expected = {name: p.shape for name, p in module.named_parameters() if name not in fresh}
     loaded = {}
     for name, tensor in load_hf_tensors(folder):
+        # inv_freq: a buffer that old checkpoints hold; Rotary computes it.
         if name in ignore or name.endswith("rotary_emb.inv_freq"):
             continue
         if tensor.shape != expected.get(name, tensor.shape):
@@ -478,6 +505,7 @@ def load_weights(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, but config.json describes "
                 f"{tuple(expected[name])}; weights and config.json belong to different models."
             )
+        # copy: a view of the mapped file would change when a later save overwrites it.
         loaded[name] = tensor.to(dtype, copy=True)
     missing, surplus = expected.keys() - loaded.keys(), loaded.keys() - expected.keys()
     if missing or surplus:
@@ -485,4 +513,6 @@ def load_weights(
             f"{folder}: the weights are not those of the model config.json describes; "
             f"missing {sorted(missing)[:4]}, not expected {sorted(surplus)[:4]}."
         )
+    # assign, because parameters on the meta device have no memory to copy into.
+    # strict would refuse `fresh`; the names were compared above.
     module.load_state_dict(loaded, strict=False, assign=True)

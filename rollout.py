@@ -38,6 +38,7 @@ def is_stale(group: Sequence[Rollout], oldest: float, budget: int) -> bool:
     in the budget, as when a run is resumed with a smaller one.
     """
     return any(
+        # default: a response without tokens is not old. finished: one that ended needs no room.
         min(r.weight_versions, default=oldest) < oldest
         or len(r.response_ids) + (not r.finished) > budget
         for r in group
@@ -89,6 +90,7 @@ class Collector:
     @property
     def most_at_once(self) -> int:
         """Groups kept or running at a time."""
+        # Rounded up, or 1.1 times 4 groups would add none.
         return math.ceil(self.config.prompts_per_step * self.config.over_sampling)
 
     @property
@@ -97,6 +99,7 @@ class Collector:
         return (
             len(self.kept) < self.config.prompts_per_step
             and len(self.kept) + len(self.running) < self.most_at_once
+            # Started, not dropped: the bound holds when no group at all has signal.
             and self.started < (1 + self.config.max_refills) * self.most_at_once
         )
 
@@ -104,11 +107,13 @@ class Collector:
     def is_busy(self) -> bool:
         """Whether this rank still decodes a group."""
         here = sum(rank == distributed.rank() for rank in self.running.values())
+        # A finished group stays in `running` until it is reported, but decodes nothing.
         return here > len(self.unreported)
 
     def on_finish(self, r: Rollout) -> None:
         """Send a response that has ended to be graded while others decode."""
         group = self.groups[r.group]
+        # The verifier is another process: its seconds cost no decode step.
         group.submit(r, self.grader, self.config.think)
         if group.finished:
             self.unreported.append(group)
@@ -116,10 +121,12 @@ class Collector:
     def next_rollouts(self) -> list[Rollout] | None:
         """What the sampler is to start on this rank now; None: the step is over."""
         steps = self.sampler.counts["decode_steps"]
+        # An empty list, not None: nothing new, but the step goes on.
         if self.is_busy and steps < self.next_exchange:
             return []
         self.next_exchange = steps + self.config.max_response_tokens // EXCHANGES
         rollouts = self.exchange()
+        # An exchange is a collective: an idle rank waits there for those that still decode.
         while not self.is_busy and not self.over:  # wait until a group of another rank has ended
             rollouts = self.exchange()
         return None if self.over else rollouts
@@ -133,6 +140,7 @@ class Collector:
         """
         news = [(group.number, self.grade(group)) for group in self.unreported]
         self.unreported.clear()
+        # In rank order on every rank, so `kept` has the same order everywhere.
         for interrupted, finished in distributed.gather([(self.sampler.interrupted, news)]):
             self.over |= interrupted
             for number, is_kept in finished:
@@ -140,6 +148,7 @@ class Collector:
                 if is_kept:
                     self.keep(number)
         rollouts = []
+        # All ranks draw every group, wherever it will run, or their orders of draw would part.
         while self.may_start and not self.over:
             rollouts += self.start(Group(self.next_group()))
         self.over |= len(self.kept) >= self.config.prompts_per_step or not self.running
@@ -148,6 +157,7 @@ class Collector:
     def grade(self, group: Group) -> bool:
         """Wait for the rewards of a finished group; returns whether it is to be kept."""
         group.grade()
+        # Before the decision to keep, which goes by the control's rewards too.
         if self.config.reward != "correct":
             control_rewards(self.config.reward, group.rollouts, self.grader, self.config.think)
         return self.is_wanted(group)
@@ -166,6 +176,7 @@ class Collector:
     def start(self, group: Group) -> list[Rollout]:
         """Give a group to the rank with the fewest running; returns its rollouts on that rank."""
         load = Counter(self.running.values())
+        # min takes the first of equals, so all ranks choose the same one.
         home = min(range(distributed.world_size()), key=lambda rank: load[rank])
         self.started += 1
         if not group.finished:
@@ -184,6 +195,7 @@ class Collector:
         config = self.config
         for group in self.groups.values():  # members that ended in groups that are cut off
             group.grade()
+        # Texts and log-probs travel once, at the end; exchanges carry numbers only.
         everywhere = distributed.gather([group.rollouts for group in self.groups.values()])
         groups = {rollouts[0].group: rollouts for rollouts in everywhere}
 
@@ -210,6 +222,7 @@ class Collector:
         # A rank with nothing to decode idles while the one with the most steps continues.
         counts["decode_steps"] = len(works) * max(work["decode_steps"] for work in works)
         resume = [*by_number(later), *aborted, *waiting] if config.partial_rollout else []
+        # In order of draw, whichever group ended first.
         return Collected(by_number(kept), resume, ended, counts)
 
 
@@ -250,6 +263,7 @@ def collect(
         number, index = order.draw()
         return empty_group(problems[index], number)
 
+    # Per step: `result` adds the counts of all ranks.
     sampler.counts.clear()
     options = {"total": config.prompts_per_step, "unit": "group", "leave": False}
     with progress_bar(what=f"step {step + 1} rollout", **options) as progress:
@@ -299,12 +313,14 @@ def majority_rewards(group: Sequence[Rollout], grader: Grader, think: str) -> li
     lowest sample index wins; when all differ, that is the first.
     """
     kind = group[0].problem.verifier
+    # A response must pass against its own answer, which uses the rules on form but no label.
     own = [grader.submit(r.text, r.answer, think, kind) if r.answer else None for r in group]
     answers = [
         r.answer if verdict and verdict.result().correct else None
         for r, verdict in zip(group, own, strict=True)
     ]
     distinct = list(dict.fromkeys(a for a in answers if a is not None))
+    # All ordered pairs: the second of each takes the place of the label.
     pairs = [(a, b) for a in distinct for b in distinct]
     pending = {(a, b): grader.submit(f"\\boxed{{{a}}}", b, "none", kind) for a, b in pairs}
     equal = {pair for pair, verdict in pending.items() if verdict.result().correct}

@@ -60,6 +60,7 @@ def train_step(run: Run, state: State) -> dict[str, float] | None:
     before = checkpoint.position(state)
     collected = state.ahead or collect(run, state, state.step)
     if distributed.any_rank(state.sampler.interrupted):
+        # The half-sampled step is dropped: a resume draws the same problems for it again.
         checkpoint.set_position(state, before, run.problems)
         return None
     with sampling_ahead(run, state, clock):
@@ -118,6 +119,7 @@ def collect(run: Run, state: State, step: int) -> rollout.Collected:
     collected = rollout.collect(
         state.sampler, run.grader, run.problems, state.order, state.buffer, run.config, step
     )
+    # What has not finished opens the next step's rollout, also after a resume.
     state.buffer, collected.seconds = collected.unfinished, time.perf_counter() - start
     return collected
 
@@ -130,6 +132,7 @@ def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator
     the sampler gets new weights: no response is sampled from half an update.
     """
     state.ahead = None
+    # During the last step there is no next one to sample for.
     if not run.config.async_steps or state.step + 1 == run.config.steps:
         yield
         return
@@ -145,6 +148,7 @@ def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator
         future = thread.submit(work)
         try:
             yield
+            # Only the part of the sampling that the update did not hide.
             with clock("wait_rollout"):
                 state.ahead = future.result()
         except BaseException:
@@ -157,6 +161,7 @@ def sampling_ahead(run: Run, state: State, clock: run_metrics.Clock) -> Iterator
 
 def add_overlong_penalty(collected: rollout.Collected, config: Config) -> None:
     """Set the penalty of every response that ended, kept or not."""
+    # Dropped groups too: rollouts.jsonl and the mean in the metrics cover them.
     ended = [r for group in collected.finished for r in group]
     penalties = losses.overlong_penalty(
         torch.tensor([len(r.response_ids) for r in ended]),
@@ -177,6 +182,7 @@ def overlong_penalties(batch: Batch) -> Tensor:
 def mixed_rewards(batch: Batch, config: Config) -> Tensor:
     """(N,) float64: the weighted sum of --reward-mix, by default the raw reward itself."""
     weights = reward_weights(config.reward_mix)
+    # --reward-mix may name `format` alone.
     mixed = weights.get("correct", 0.0) * batch.rewards.double()
     if "format" in weights:
         formed = [has_format(r.text, config.think) for r in batch.rollouts]
@@ -193,6 +199,7 @@ def shape_rewards(batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     actor = critic = mixed_rewards(batch, config)  # float64: sums of shares stay exact
     if config.overlong_injection_alpha is None:
         actor = actor + overlong_penalties(batch)
+    # An ablation: by default V predicts the reward alone, without the charge for length.
     if config.critic_sees_penalty:
         critic = critic + overlong_penalties(batch)
     if config.length_reward_weight:
@@ -218,12 +225,14 @@ def compute_advantages(
         mask=batch.response_mask,
         group_ids=batch.group_ids,
     )
+    # Before whitening, so that the penalty is scaled together with the rest.
     if run.config.overlong_injection_alpha is not None:
         decay = algorithms.vapo_lambda(batch.response_lengths, run.config.overlong_injection_alpha)
         advantages = losses.inject_terminal(
             advantages, overlong_penalties(batch), batch.response_mask, decay
         )
     mask = loss_mask(batch, run.config)
+    # Statistics of the trained tokens only. --overlong-filter may leave none in the whole step.
     if run.config.whiten_advantages and mask.any():
         advantages = losses.whiten(advantages, mask)
     return advantages, returns
@@ -245,11 +254,13 @@ def loss_mask(batch: Batch, config: Config) -> Tensor:
 @torch.no_grad()
 def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (N, T) under the current weights, complete on every rank."""
+    # A rank fills only the rows that it scored. The others stay 0, so a sum gives the whole.
     logprobs, entropy = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
     for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "log-probs"):
         logp, h = policy(
             mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, config.temperature
         )
+        # A micro-batch is as wide as its own longest response, the batch as the longest of all.
         logprobs[mb.rows, : mb.mask.shape[1]] = mb.unpack(logp)
         entropy[mb.rows, : mb.mask.shape[1]] = mb.unpack(h)
     return distributed.sum_(logprobs), distributed.sum_(entropy)
@@ -258,6 +269,7 @@ def score_policy(policy: Transformer, batch: Batch, config: Config) -> tuple[Ten
 @torch.no_grad()
 def score_critic(critic: nn.Module, batch: Batch, config: Config) -> Tensor:
     """V (N, T) under the current weights, complete on every rank."""
+    # As in score_policy: 0 in the rows of other ranks, then a sum.
     values = torch.zeros_like(batch.rollout_logprobs)
     for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "values"):
         v = critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
@@ -276,7 +288,9 @@ def minibatches(batch: Batch, config: Config, step: int, epochs: int) -> Iterato
         # A generator of its own, from (seed, step, epoch): resume and ranks deal out the same rows.
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step * 1_009 + epoch)
         rows = torch.randperm(len(batch.rollouts), generator=generator)
+        # tensor_split spreads the remainder; `split` could end with one tiny, noisy update.
         for part in rows.tensor_split(config.minibatches_per_step):
+            # Fewer rows than minibatches give empty parts: no optimizer step for those.
             if len(part):
                 yield part.tolist()
 
@@ -287,6 +301,7 @@ def minibatch_weights(
     """Coefficient (N,) of each response's token sum in the loss of the minibatch `rows`, 0 for the
     others. Over the whole minibatch, so micro-batches and ranks cannot change the loss.
     """
+    # Rows are whole on every rank, so these sums are global without a collective.
     counts = mask.sum(1)
     chosen = torch.zeros_like(counts, dtype=torch.bool)
     chosen[rows] = True
@@ -313,6 +328,7 @@ def update_critic(
     before = distributed.full(head.weight.detach()).clone()  # a head that does not move is dead
     epochs = config.epochs_per_step * config.critic_updates_per_step
     for rows in minibatches(batch, config, state.step, epochs):
+        # response_mask, not loss_mask: V learns from truncated and partly old responses too.
         row_weights = minibatch_weights("token-mean", batch, batch.response_mask, rows)
         lr = critic_minibatch(run, state, batch, rows, row_weights, inputs, sums)
     after = distributed.full(head.weight.detach())
@@ -347,6 +363,7 @@ def critic_minibatch(
         for mb in micro_batches(batch, config.max_tokens_per_micro_batch, "critic update", rows):
             # V(s_t) is read at the token before action t (pack has shifted), at temperature 1.
             values = state.critic(mb.input_ids, mb.cu_seqlens, mb.action_index)
+            # old_values are of before the step: clipping bounds the movement over all its updates.
             loss, parts = losses.value_loss(
                 mb.unpack(values),
                 old_values=mb.rows_of(inputs.old_values),
@@ -355,9 +372,11 @@ def critic_minibatch(
                 value_clip=config.value_clip,
                 row_weights=row_weights[mb.rows],
             )
+            # row_weights hold the global denominator, so gradients of micro-batches simply add up.
             distributed.backward(loss)
             total, nonfinite = total + loss.detach(), nonfinite + parts["nonfinite"][0]
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        # All ranks stop together, after backward, so that --replay can show gradients as well.
         postmortem.check_finite("critic", state.step, nonfinite, total)
         norm = optimizer_step(state.critic, state.critic_optimizers, lr, config)
     sums.add_optimizer_step(norm)
@@ -389,6 +408,7 @@ def update_policy(
     cov_mask = ref_logprobs = None
     if config.entropy_control != "none":
         cov_mask = algorithms.covariance_mask(old_logprobs, advantages, mask, config.cov_fraction)
+    # Once per step is enough: the reference never moves.
     if state.reference is not None:
         ref_logprobs, _ = score_policy(state.reference, batch, config)
     inputs = PolicyInputs(advantages, old_logprobs, mask, weights, cov_mask, ref_logprobs)
@@ -402,10 +422,12 @@ def update_policy(
                 f"in step {state.step + 1}"
             )
     for rows in minibatches(batch, config, state.step, config.epochs_per_step):
+        # The budget is the constant C that only seq-mean-token-sum-norm (Dr. GRPO) reads.
         row_weights = minibatch_weights(
             config.aggregation, batch, mask, rows, config.max_response_tokens
         )
         policy_minibatch(run, state, batch, rows, row_weights, inputs, sums)
+    # weight_parts are global on every rank already; `sums` are of this rank's micro-batches.
     metrics = sums.means() | {name: float(a / b) for name, (a, b) in weight_parts.items()}
     metrics["lr"] = config.lr
     return {f"policy/{name}": value for name, value in metrics.items()}
@@ -432,6 +454,7 @@ def policy_minibatch(
             logprobs, entropy = state.policy(
                 mb.input_ids, mb.cu_seqlens, mb.action_index, mb.targets, config.temperature
             )
+            # Old log-probs are from before the first minibatch: rho is the movement of the step.
             loss, parts = losses.policy_loss(
                 mb.unpack(logprobs),
                 old_logprobs=mb.rows_of(inputs.old_logprobs),
@@ -459,6 +482,7 @@ def policy_minibatch(
             distributed.backward(loss)
             total, nonfinite = total + loss.detach(), nonfinite + parts["nonfinite"][0]
             sums.add(parts | {"loss": (loss.detach(), 0.0)})
+        # Before the optimizer: weights and moments that are NaN cannot be repaired.
         postmortem.check_finite("policy", state.step, nonfinite, total)
         norm = optimizer_step(state.policy, state.optimizers, config.lr, config)
     sums.add_optimizer_step(norm)
@@ -478,7 +502,9 @@ def train(config: Config, device: torch.device) -> Path:
     )
     metrics_file = run.folder / "metrics.jsonl"
     for name in ("metrics.jsonl", "rollouts.jsonl", "audit.jsonl"):
+        # Steps after the checkpoint run again; without this their rows would be there twice.
         run_metrics.forget_after(run.folder / name, state.step)
+    # A resumed run keeps comparing the verifier with its steps before the resume.
     undecided = run_metrics.history(metrics_file, "rollout/undecided_share")
     with run.grader, handle_signals(state, config):
         evaluate_if_missing(run, state)
@@ -489,6 +515,7 @@ def train(config: Config, device: torch.device) -> Path:
         progress = distributed.progress_bar(
             what=config.algorithm, total=config.steps, initial=state.step
         )
+        # On any rank: a rank that left alone would hang the others in the next collective.
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)
             if metrics is None:
@@ -502,6 +529,7 @@ def train(config: Config, device: torch.device) -> Path:
                 run.report(state.step, metrics)
                 progress.write(run_metrics.summary(state.step, config.steps, metrics))
             progress.update()
+            # The last step is saved after the loop, as is one that a signal or empty groups end.
             last = state.step == config.steps
             if config.save_every and state.step % config.save_every == 0 and not last:
                 checkpoint.save_or_warn(run, state)

@@ -48,6 +48,7 @@ def logprob_entropy(
     TRITON_INTERPRET=1 in the environment) or "auto". Raises ValueError for what does not fit.
     """
     _check(hidden, weight, targets, temperature, bias)
+    # Removed before any product: a NaN times a gradient of 0 would still be NaN.
     kept = targets >= 0
     if not kept.all():
         some = logprob_entropy(
@@ -56,6 +57,7 @@ def logprob_entropy(
         return tuple(x.new_zeros(len(targets)).masked_scatter(kept, x) for x in some)
     if impl == "auto":
         impl = _choose(hidden.device, hidden.dtype)
+    # No rows: nothing to launch, but autograd still gets its zero gradients.
     if impl == "reference" or not len(hidden):
         return reference.logprob_entropy(hidden, weight, bias, targets, temperature)
     backend = _backend(impl, hidden)
@@ -70,6 +72,7 @@ class _LogprobEntropy(torch.autograd.Function):
         h, w, b = _operands(hidden, weight, bias)
         targets = targets.contiguous()
         logprobs, entropy, lse = backend.forward(h, w, b, targets, scale)
+        # The inputs and two numbers per row. Casts are redone, logits recomputed in backward.
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.scale, ctx.backend = scale, backend
         ctx.set_materialize_grads(False)  # an output that nobody uses costs nothing
@@ -88,14 +91,17 @@ class _LogprobEntropy(torch.autograd.Function):
         # dz = [g_logprob (onehot - p) - g_entropy p (log p + entropy)] / temperature
         #    = p (slope log p + offset) + at_target onehot
         at_target = torch.zeros_like(lse) if g_logprob is None else ctx.scale * g_logprob
+        # None and not 0: the pieces then skip the entropy's part.
         slope = None if g_entropy is None else -ctx.scale * g_entropy
         offset = -at_target if slope is None else slope * entropy - at_target
         rows = ctx.backend.chunk_rows(len(weight), hidden.device)
+        # Only one piece of dlogits, (rows, V), exists at a time.
         for start in range(0, len(hidden), rows):
             i = slice(start, start + rows)
             per_row = (targets, lse, slope, offset, at_target)
             per_row = [x if x is None else x[i] for x in per_row]
             dz = ctx.backend.dlogits(h[i], w, b, ctx.scale, *per_row)
+            # A frozen input costs no product.
             if need_h:
                 torch.mm(dz, w, out=dh[i])
             if need_w:
@@ -112,6 +118,7 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
     Products of 16-bit numbers with float32 sums exist on CUDA only; elsewhere they become float32.
     """
     accumulate = torch.promote_types(hidden.dtype, torch.float32)
+    # Rounded to hidden's dtype even where lifted again: a CPU must compute what a GPU does.
     dtype = hidden.dtype if hidden.is_cuda else accumulate
     b = None if bias is None else bias.to(accumulate).contiguous()
     return hidden.to(dtype).contiguous(), weight.to(hidden.dtype).to(dtype).contiguous(), b
@@ -122,6 +129,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
+        # mm in 16 bits would round every piece before it is added up.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
@@ -135,6 +143,7 @@ def _choose(device: torch.device, dtype: torch.dtype) -> str:
     impl, why = "torch", f"{device}, {dtype}"
     wanted = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted:
+        # torch.version.cuda is None on ROCm, where device.type is "cuda" as well.
         if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < 8:
             why += ", not an NVIDIA GPU of compute capability 8 or newer"
         else:
@@ -181,5 +190,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, 
         )
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature {temperature}: must be positive and finite.")
+    # On a GPU an index out of range ends the process before anybody can say why.
     if targets.numel() and int(targets.max()) >= len(weight):
         raise ValueError(f"target {int(targets.max())}: the vocabulary ends at {len(weight) - 1}.")

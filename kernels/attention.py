@@ -33,6 +33,7 @@ def varlen_kernel() -> Callable | None:
         from flash_attn import flash_attn_varlen_func
 
         def flash(q, k, v, cu_seqlens, longest):
+            # The same boundaries twice: queries and keys are the same tokens.
             return flash_attn_varlen_func(
                 q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
             )
@@ -66,7 +67,9 @@ def paged_kernel() -> Callable | None:
                     q[:, None], keys, values, cache_seqlens=ends, block_table=table, causal=True
                 )
                 return out[:, 0]
+            # An upper bound: the most keys that a table of this width can hold.
             reach = table.shape[1] * keys.shape[1]
+            # This call wants running sums of the stored tokens, `ends` are of each sequence alone.
             cu_ends = F.pad(ends.cumsum(0), (1, 0)).int()
             return flash_attn_varlen_func(
                 q, keys, values, cu_seqlens, cu_ends, longest, reach,

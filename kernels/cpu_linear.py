@@ -21,11 +21,13 @@ def reorder(weight: Tensor) -> Tensor | None:
         return None  # not transposed either: torch's own bfloat16 loops are 10x slower then
     if weight.numel() < SMALL:
         return weight.detach().T.contiguous()
+    # None: the number of rows of x is not known yet.
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
 def linear(x: Tensor, reordered: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with what `reorder` returned: x (N, in) -> (N, out), without a gradient."""
+    # "none", [], "": no activation fused into the product.
     if reordered.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "none", [], "")
     return torch.mm(x, reordered) if bias is None else torch.addmm(bias, x, reordered)

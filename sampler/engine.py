@@ -50,6 +50,7 @@ class Sampler:
     ):
         self.model, self.eos_ids, self.slots = model, set(eos_ids), slots
         self.tokenizer = tokenizer
+        # A padded id could be drawn, but the tokenizer has no text for it.
         if tokenizer is not None:
             model.restrict_vocabulary(vocabulary_size(tokenizer))
         self.device = model.head_weight.device
@@ -60,6 +61,7 @@ class Sampler:
             raise ValueError(f"--cuda-graphs needs {lacking}; leave it out.")
         self.page = page or (256 if on_gpu else 32)  # flash-attn wants a multiple of 256
         self.check_every = 8 if on_gpu else 1  # decode steps between looks at what has stopped
+        # Written on every token: partial rollouts mix tokens of several versions.
         self.weight_version = 0
         self.interrupted = False  # set from outside: stop before the next token
         self.counts: Counter[str] = Counter()  # of the work done, see `run`; the caller clears it
@@ -91,6 +93,7 @@ class Sampler:
         rollouts = []
         for p, ids in enumerate(prompts):
             problem = Problem(str(p), p, "", list(ids), "")
+            # A key per response: its tokens do not depend on slots, order or company.
             rollouts += [Rollout(problem, p, j, response_key(seed, 0, p, j)) for j in range(n)]
         self.run(rollouts, max_new_tokens, temperature, truncation=truncation)
         return rollouts
@@ -114,6 +117,7 @@ class Sampler:
         queue; None ends the run and leaves all as they are. Adds to `counts`: decode_steps,
         row_steps (the sum of the rows over them), prefill_tokens, preempted. Frees its memory.
         """
+        # All problems that may still arrive: a prompt too long is refused now, not hours later.
         known = [*problems, *(r.problem for r in rollouts)]
         scheduler = Scheduler(self._new_cache(known, max_new_tokens), self.slots, rollouts)
         step: Step = partial(self._step, scheduler.cache, temperature, truncation)
@@ -125,6 +129,7 @@ class Sampler:
                 if arrived is None:
                     break
                 scheduler.enqueue(arrived)
+                # Only after next_rollouts: what it returns may be the only work left.
                 if not scheduler.queue and not scheduler.running:
                     break
                 self._start_waiting(scheduler)
@@ -132,6 +137,7 @@ class Sampler:
                 left = [max_new_tokens - len(row.rollout.response_ids) for row in scheduler.running]
                 steps = min(self.check_every, *left)
                 scheduler.reserve(steps)
+                # After reserve, which may preempt some. A copy, because `remove` edits the list.
                 rows = list(scheduler.running)
                 self.counts.update(decode_steps=steps, row_steps=steps * len(rows))
                 tokens, logprobs = self._decode(scheduler, steps, step)
@@ -148,6 +154,7 @@ class Sampler:
     def _needed_for_graphs(self) -> str:
         """What a recorded decode step needs and does not have here, or ""."""
         decoder = self.model.model
+        # In float32 there is no kernel, and plain attention depends on lists of pages.
         if self.device.type != "cuda" or decoder.compute_dtype == torch.float32:
             return "a GPU and a 16-bit --dtype"
         if paged_kernel() is None:
@@ -162,6 +169,7 @@ class Sampler:
             raise ValueError(
                 "a prompt has no tokens; the first response token needs a state to be chosen in."
             )
+        # Room for any one response alone: then preempting the others always lets it finish.
         longest = max((len(p.prompt_ids) for p in problems), default=0) + max_new_tokens
         native = self.model.model.rotary.native_length
         if native and longest > native + 1:  # the last token is never fed
@@ -205,6 +213,7 @@ class Sampler:
     def _start_waiting(self, scheduler: Scheduler) -> None:
         """Fill free slots from the queue, and store what the new rows have to attend to."""
         admitted = scheduler.admit()
+        # In this order: copies read what prompts have stored, resumed tokens attend to both.
         self._prefill(scheduler.cache, admitted.prompts)
         scheduler.cache.copy(admitted.copies)
         self._prefill(scheduler.cache, admitted.resumed)
@@ -214,6 +223,7 @@ class Sampler:
         pieces: list[PrefillJob] = []
         room = self.chunk
         for pages, start, ids in jobs:
+            # A long prompt is cut: later pieces read the earlier ones from the cache.
             while ids:
                 pieces.append(PrefillJob(pages, start, ids[:room]))
                 start, ids, room = start + room, ids[room:], room - len(ids[:room])
@@ -228,6 +238,7 @@ class Sampler:
         spans = [(pages, start, start + len(ids)) for pages, start, ids in pieces]
         ids = torch.tensor([i for piece in pieces for i in piece.ids], device=self.device)
         positions = torch.tensor([t for _, a, b in spans for t in range(a, b)], device=self.device)
+        # Without the head: nothing is drawn here, decoding feeds the last token itself.
         self.model.model(ids, positions, cache.prefill(spans))
         self.counts["prefill_tokens"] += len(ids)
 
@@ -247,6 +258,7 @@ class Sampler:
         (B,) int64 each: last, the token to feed; lengths, the tokens stored before it; keys and
         counters, from which the random numbers come.
         """
+        # A row's `lengths` tokens occupy 0 .. lengths - 1, so it is the new token's position too.
         hidden = self.model.model(last, lengths, cache.decode(view, lengths))
         logits, u = self.model.logits(hidden), uniforms(keys, counters)
         return sample_token(logits, temperature, u, truncation)
@@ -263,6 +275,7 @@ class Sampler:
             (row.last, row.stored, row.rollout.key, len(row.rollout.response_ids))
             for row in scheduler.running
         ]
+        # One copy to the device for all four; int64, because keys fill 64 bits.
         last, lengths, keys, counters = torch.tensor(state, device=self.device).T.contiguous()
         view = scheduler.view()
         sampled = []
@@ -270,6 +283,7 @@ class Sampler:
             last, logprob = step(view, last, lengths + i, keys, counters + i)
             sampled.append((last, logprob))
         tokens, logprobs = (torch.stack(x, 1).cpu() for x in zip(*sampled, strict=True))
+        # A NaN row would go on drawing the last id of the vocabulary and pass for a response.
         finite = logprobs.isfinite().all(1)
         if not finite.all():
             problem = scheduler.running[int(finite.int().argmin())].rollout.problem
@@ -288,6 +302,7 @@ class Sampler:
             r.rollout_logprobs.append(logprob)
             r.weight_versions.append(self.weight_version)
             if token in self.eos_ids or len(r.response_ids) == max_new_tokens:
+                # A stop token on the last place of the budget is a stop, not a truncation.
                 r.finish_reason = "stop" if token in self.eos_ids else "length"
                 r.text = self._text(r)
                 return

@@ -33,6 +33,7 @@ class Recorded:
     """One recording: `step` for up to `rows` rows with up to `width` pages each."""
 
     def __init__(self, step: Step, rows: int, width: int, device: torch.device, pool: Any):
+        # The addresses that the recording reads and writes: made once, only filled afterwards.
         self.state = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -44,6 +45,7 @@ class Recorded:
     def load(self, view: View) -> None:
         """Copy a page table into the buffers; all further rows are padding."""
         self.view = view
+        # Length 0 and page 0: padding touches only a page that belongs to nobody.
         self.state.zero_()
         self.table.zero_()
         self.table[: view.table.shape[0], : view.table.shape[1]] = view.table
@@ -53,6 +55,7 @@ class Recorded:
         count = len(state[0])
         for buffer, values in zip(self.state, state, strict=True):
             buffer[:count] = values
+        # This runs the step once more. Harmless: the same keys go to the same cells.
         if self.replay is None:
             self.replay = record(self._run, self.pool)
         self.replay()
@@ -60,6 +63,7 @@ class Recorded:
         return self.tokens[:count].clone(), self.logprobs[:count].clone()
 
     def _run(self) -> None:
+        # View(self.table) alone: `parts` change shape with every batch, so a kernel is needed.
         tokens, logprobs = self.step(View(self.table), *self.state)
         self.tokens.copy_(tokens)
         self.logprobs.copy_(logprobs)
@@ -76,7 +80,9 @@ class Graphs:
 
     def __call__(self, view: View, *state: Tensor) -> tuple[Tensor, Tensor]:
         """As `Step`."""
+        # Powers of two, so that a few recordings serve every batch.
         rows, width = (1 << (n - 1).bit_length() for n in view.table.shape)
+        # Slots need not be a power of two; a full batch then has no padding.
         rows = min(rows, self.slots)
         if (rows, width) not in self.recorded:
             device = view.table.device

@@ -41,6 +41,7 @@ class Group:
 
     def submit(self, r: Rollout, grader: Grader, think: str) -> None:
         """Hand a finished member to the verifier's workers, which grade it while others decode."""
+        # By sample index, because members end in any order.
         self.verdicts[r.sample_index] = grader.submit(
             r.text, r.problem.label, think, r.problem.verifier
         )
@@ -49,8 +50,10 @@ class Group:
         """Wait for the verdicts of all finished members and write their rewards."""
         for j, future in self.verdicts.items():
             verdict, r = future.result(), self.rollouts[j]
+            # `correct` stays the verifier's; a control may replace `reward`.
             r.reward = r.correct = verdict.score
             r.reason, r.answer = verdict.reason, verdict.answer
+        # A second call then leaves rewards alone that a control has replaced.
         self.verdicts.clear()
 
 
@@ -83,6 +86,7 @@ def evaluate(
             sampler, grader, mine, max_new_tokens=max_new_tokens, temperature=temperature,
             think=think, truncation=truncation, progress=progress,
         )  # fmt: skip
+    # Gathered in rank order; sorted back into the order of the problems.
     return sorted(distributed.gather(mine), key=lambda group: group[0].group)
 
 
@@ -106,6 +110,7 @@ def sample_groups(
         if group.finished and progress is not None:
             progress.update()
 
+    # Members of a group next to each other: its prompt is held only while some still wait.
     every = [r for rollouts in groups for r in rollouts]
     sampler.run(every, max_new_tokens, temperature, on_finish, truncation)
     for group in tracked.values():

@@ -86,11 +86,14 @@ class KVCache:
     ):
         self.page, self.max_pages = page, max_pages
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        # Zeros, not empty: masked cells meet a weight of 0, and 0 times a stray NaN is NaN.
         first = torch.zeros(1, kv_heads, page, size, dtype=dtype, device=device)
+        # A tensor per layer, so that growing needs one layer twice and not the whole pool.
         self.keys = [first.clone() for _ in range(layers)]
         self.values = [first.clone() for _ in range(layers)]
         self.users = [1]  # how many hold each page; page 0 is padding in tables, never handed out
         self.free: list[int] = []  # ascending
+        # The kernels take CUDA tensors in 16 bits only.
         self.kernel = paged_kernel() if first.is_cuda and dtype != torch.float32 else None
 
     # -- pages
@@ -98,6 +101,7 @@ class KVCache:
     @property
     def available(self) -> int:
         """Pages that can still be taken."""
+        # + 1: page 0 is in `users`, but max_pages does not count it.
         return self.max_pages + 1 - len(self.users) + len(self.free)
 
     def pages(self, tokens: int) -> int:
@@ -112,6 +116,7 @@ class KVCache:
         if count > len(self.free):
             # Doubled, because growing copies the whole pool.
             self.grow(max(2 * len(self.users), 64, len(self.users) + count - len(self.free)))
+        # `free` is ascending, so its two ends are the lowest and the highest pages.
         cut = len(self.free) - count if shared else count
         low, high = self.free[:cut], self.free[cut:]
         taken, self.free = (high, low) if shared else (low, high)
@@ -130,6 +135,7 @@ class KVCache:
         for p in pages:
             self.users[p] -= 1
             if not self.users[p]:
+                # Kept ascending: `take` hands out its ends.
                 insort(self.free, p)
 
     def grow(self, pages: int) -> None:
@@ -140,6 +146,7 @@ class KVCache:
         old, new = len(self.users), min(self.max_pages + 1, pages)
         for store in (self.keys, self.values):
             for layer, tensor in enumerate(store):
+                # F.pad counts from the last dimension: only the first, pages, grows.
                 store[layer] = F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, new - old))
         self.users += [0] * (new - old)
         self.free += range(old, new)
@@ -178,6 +185,7 @@ class KVCache:
         users[sources] = 0  # first: a target may be the source of another move
         users[targets] = counts
         self.users, self.free = users.tolist(), (users == 0).nonzero()[0].tolist()
+        # In place: rows and kept prompts hold these very lists.
         for pages in holders:
             pages[:] = moved_to[pages].tolist()
 
@@ -193,6 +201,7 @@ class KVCache:
         tensor = partial(torch.tensor, device=self.keys[0].device)
         lengths = [end - start for _, start, end in pieces]
         position = [t for _, start, end in pieces for t in range(start, end)]
+        # The page and the offset in it of each new token.
         place = tensor([p[t // self.page] for p, a, b in pieces for t in range(a, b)])
         offset = tensor(position) % self.page
         bounds = [0, *accumulate(lengths)]
@@ -203,6 +212,7 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
+            # Stored first: the kernel reads the new keys from the pages too.
             keys[place, :, offset] = k
             values[place, :, offset] = v
             if self.kernel:
@@ -212,6 +222,7 @@ class KVCache:
                 new = slice(bounds[i], bounds[i + 1])
                 # Given three dimensions SDPA is up to 8x slower.
                 query, key, value = (x[new].transpose(0, 1)[None] for x in (q, k, v))
+                # Nothing stored before: the new keys are all there is, no pages to gather.
                 if start == 0:
                     out.append(sdpa(query, key, value, is_causal=True)[0])
                     continue
@@ -220,6 +231,7 @@ class KVCache:
                     s.index_select(0, held).transpose(0, 1).flatten(1, 2)[:, :end]
                     for s in (keys, values)
                 )
+                # tril(start): query i, at position start + i, sees keys 0 .. start + i.
                 seen = q.new_ones(end - start, end, dtype=torch.bool).tril(start)
                 out.append(sdpa(query, key[None], value[None], attn_mask=seen)[0])
             return torch.cat(out, 1).transpose(0, 1)
@@ -234,6 +246,7 @@ class KVCache:
             return View(tensor(table, dtype=torch.int32))
         (rows, width), group = table.shape, self.heads // self.kv_heads
         held = np.arange(width) < np.array([len(pages) for pages in tables])[:, None]
+        # By users now: a page that lost its other readers counts as single again.
         shared = np.array(self.users)[table] > 1
         kv_head = np.arange(self.kv_heads)
         parts, lines = [], 0
@@ -251,8 +264,10 @@ class KVCache:
             reading_row = np.full((high - low, most), rows)  # padding: one row too far
             reading_row[page, rank] = chosen.nonzero()[0]
             readers = (reading_row[:, None] * self.kv_heads + kv_head[:, None]).ravel()
+            # A padded reader needs some valid queries; its results go past the last row.
             queries = readers.clip(max=rows * self.kv_heads - 1)
             parts.append(Part(slice(low, high), tensor(queries), tensor(readers)))
+            # Padded readers take lines too, or a page's lines would not form a rectangle.
             before = (page[:, None] * self.kv_heads + kv_head) * most + rank[:, None]
             line[chosen] = lines + before * group
             lines += len(readers) * group
@@ -273,17 +288,21 @@ class KVCache:
         kv_heads, page, size = self.kv_heads, self.page, self.size
         arange = partial(torch.arange, device=lengths.device)
         # Where the new key of each row and KV head goes in the pool seen as (cells, d).
+        # cells = ((page * KV + head) * page size + offset): one index for keys of all heads.
         places = view.table.gather(1, (lengths // page)[:, None]) * kv_heads + arange(kv_heads)
         cells = (places * page + (lengths % page)[:, None]).flatten()
         if self.kernel:
+            # + 1: the kernel counts the new token, which sees itself.
             ends = (lengths + 1).to(torch.int32)
             one_each = arange(len(lengths) + 1, dtype=torch.int32)
         else:
             unseen = arange(view.table.shape[1] * page) > lengths[:, None]
+            # Also masks what earlier users left in a page, and all of the padding.
             mask = torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
+            # view, not reshape: a copy would be written to and lost.
             keys.view(-1, size).index_copy_(0, cells, k.reshape(-1, size))
             values.view(-1, size).index_copy_(0, cells, v.reshape(-1, size))
             if self.kernel:
@@ -301,6 +320,7 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
     """
     (rows, heads, size), (_, kv_heads, page, _) = q.shape, keys.shape
     wide = torch.promote_types(q.dtype, torch.float32)
+    # Scaled before the product: usually fewer numbers than the scores.
     queries = (q.to(wide) * size**-0.5).reshape(rows * kv_heads, -1)  # one line per reader: (G * d)
     scores = []
     for part in view.parts:
@@ -309,12 +329,14 @@ def attention_by_page(q: Tensor, keys: Tensor, values: Tensor, view: View, mask:
         scores.append(torch.bmm(met, k.mT).view(-1, page))
     lines = [len(x) for x in scores]
     by_row = torch.cat(scores).index_select(0, view.to_rows).view(rows, heads, -1)
+    # Whole rows at once: softmax needs no running maximum over pages.
     weights = by_row.add_(mask[:, None]).softmax(-1).view(-1, page).index_select(0, view.to_pages)
     # One extra row, KV lines: padded readers leave their results there.
     out = queries.new_zeros(len(queries) + kv_heads, queries.shape[1])
     for part, w in zip(view.parts, weights.split(lines), strict=True):
         v = values[part.pages].flatten(0, 1).to(wide)
         result = torch.bmm(w.view(len(v), -1, page), v).view(len(part.outputs), -1)
+        # A row's pages lie in several places: their weighted values add up to its attention.
         out.index_add_(0, part.outputs, result)
     return out[: len(queries)].view(q.shape).to(q.dtype)
 
@@ -326,6 +348,7 @@ def is_scattered(pages: np.ndarray) -> bool:
 
 def occurrences_before(values: np.ndarray) -> np.ndarray:
     """values (N,) -> (N,): how many of the values before each one equal it."""
+    # stable: equal values stay in their order, so the place in the run is the count.
     order = np.argsort(values, kind="stable")
     ascending = values[order]
     before = np.empty_like(order)

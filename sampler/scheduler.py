@@ -52,6 +52,7 @@ class Scheduler:
     """
 
     def __init__(self, cache: KVCache, slots: int, rollouts: Iterable[Rollout]):
+        # Slots bound the rows of a step, the cache the tokens; either may run out first.
         self.cache, self.slots = cache, slots
         self.queue: deque[Rollout] = deque()
         self.running: list[RunningResponse] = []  # oldest first
@@ -59,6 +60,7 @@ class Scheduler:
         self.prompts: dict[int, list[int]] = {}  # pages of its prompt
         self.waiting: Counter[int] = Counter()  # its rollouts in the queue
         self.preempted = 0
+        # Kept between steps: building one is host work, and makes Graphs reload its buffers.
         self._view: View | None = None  # of the running responses, None once they have changed
         self.enqueue(rollouts)
 
@@ -79,6 +81,7 @@ class Scheduler:
                 # Nothing runs that would end and free pages, so prompts kept for later must go.
                 self._forget_prompts()
                 continue
+            # Strictly first come: a small response never overtakes one that waits for pages.
             self._start(self.queue.popleft(), admitted)
         return admitted
 
@@ -87,6 +90,7 @@ class Scheduler:
         for its own tokens up to the next one.
         """
         prompt = len(r.problem.prompt_ids) - 1  # the last token of a prompt is fed by decoding
+        # Full pages of the prompt are shared, so they count once, with the prompt.
         own = self.cache.pages(prompt + len(r.response_ids) + 1) - prompt // self.cache.page
         return own if id(r.problem) in self.prompts else own + self.cache.pages(prompt)
 
@@ -95,10 +99,12 @@ class Scheduler:
         problem, prompt = id(r.problem), r.problem.prompt_ids[:-1]
         full, rest = divmod(len(prompt), self.cache.page)
         if problem not in self.prompts:
+            # Shared pages come from the far end of the pool, see KVCache.compact.
             pages = self.cache.take(full, shared=True) + self.cache.take(1 if rest else 0)
             self.prompts[problem] = pages
             admitted.prompts.append(PrefillJob(pages, 0, prompt))
         self.waiting[problem] -= 1
+        # Others still wait: the prompt's pages have to stay as they are.
         if self.waiting[problem]:
             row = RunningResponse(r, self.cache.share(self.prompts[problem][:full]))
             if rest:  # a page that the response goes on writing to cannot be shared
@@ -108,6 +114,7 @@ class Scheduler:
             row = RunningResponse(r, self.prompts.pop(problem))
         row.pages += self.cache.take(self.cache.pages(row.stored) - len(row.pages))
         if r.response_ids:
+            # What a preempted or partial response had stored was freed: it is computed again.
             tokens = [r.problem.prompt_ids[-1], *r.response_ids[:-1]]
             admitted.resumed.append(PrefillJob(row.pages, len(prompt), tokens))
         self.running.append(row)
@@ -121,12 +128,15 @@ class Scheduler:
             max(0, self.cache.pages(row.stored + steps) - len(row.pages)) for row in self.running
         ]
         while sum(missing) > self.cache.available:
+            # Prompts first: to compute one again is cheaper than a response and its prompt.
             if self.prompts:
                 self._forget_prompts()
                 continue
             missing.pop()
+            # Never the oldest while there are others, so one response is sure to end.
             row = self.running[-1]
             self.remove(row)
+            # To the head, so it is the next one to go on; its tokens and random numbers stay.
             self.queue.appendleft(row.rollout)
             self.waiting[id(row.rollout.problem)] += 1
             self.preempted += 1
@@ -144,6 +154,7 @@ class Scheduler:
     def _forget_prompts(self) -> None:
         """Free the prompts kept for waiting rollouts, which will be computed again."""
         for pages in self.prompts.values():
+            # Pages that running members share live on: release only counts one user fewer.
             self.cache.release(pages)
         self.prompts.clear()
 
@@ -151,6 +162,7 @@ class Scheduler:
         """How the running responses read the cache; the same object until something changes."""
         if self._view is None:
             tables = [row.pages for row in self.running]
+            # Only here, between decode steps: compact moves pages and rewrites every list of them.
             self.cache.compact([*tables, *self.prompts.values()])
             self._view = self.cache.view(tables)
         return self._view
