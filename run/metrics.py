@@ -53,6 +53,7 @@ class Sums:
         """
         # Every rank adds its share, because `means` sums over ranks and the norm is global already.
         share = 1 / distributed.world_size()
+        # Loss 0: each micro-batch has added its share already, and this counts the divisor.
         self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
 
     def means(self) -> dict[str, float]:
@@ -72,6 +73,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
+        # Kernels are queued: without a wait their time would count in a later phase.
         if torch.cuda.is_available():
             # Not the whole device: with --async-steps a rollout runs in a stream of its own.
             torch.cuda.current_stream().synchronize()
@@ -154,11 +156,13 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
         "version_spread_max": max(spreads, default=0),
+        # Mean over tokens, not responses: one response may mix versions.
         "version_lag": version - mean([v for r in kept for v in r.weight_versions]),
     }
     if "format" in reward_weights(config.reward_mix):
         metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
+    # No division by 0 in a step where nothing ended: then there are no reasons either.
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
@@ -197,6 +201,7 @@ def position_share(x: Tensor, mask: Tensor, lengths: Tensor) -> list[float]:
     or the mask is empty.
     """
     position = torch.arange(mask.shape[1], device=mask.device)
+    # clamp: integer division by 0 raises on a CPU, even in a row that the mask leaves out.
     tenth = 10 * position // lengths[:, None].clamp(min=1)
     sums = torch.bincount(tenth[mask], weights=x[mask].abs().double(), minlength=10)
     return (sums / sums.sum()).tolist()
@@ -230,13 +235,13 @@ def sample_row(step: int, r: Rollout, kept: bool) -> dict:
     return {
         "step": step,
         "problem_id": r.problem.id,
-        "draw": r.group,
+        "draw": r.group,  # a problem may be drawn twice in one step
         "sample_index": r.sample_index,
         "prompt": r.problem.prompt,
         "response": r.text,
         "response_ids": r.response_ids,
         "rollout_logprobs": r.rollout_logprobs,
-        "reward": r.reward,
+        "reward": r.reward,  # raw: without the overlong penalty
         "correct": r.correct,
         "overlong_penalty": r.overlong_penalty,
         "reason": r.reason,
@@ -266,6 +271,7 @@ def write_rollouts(
         row = sample_row(step, r, kept=i < len(kept))
         if row["kept"]:
             row |= {
+                # A float32 has about seven digits; more would only lengthen the file.
                 name: [round(v, 6) for v in x[i, : row["response_length"]].tolist()]
                 for name, x in tokens.items()
                 if x is not None
@@ -297,6 +303,7 @@ def forget_after(file: Path, step: int) -> None:
 def size_up_to(file: Path, step: int) -> int:
     """Bytes of the whole lines up to `step`; ValueError for a damaged one among them."""
     size = 0
+    # Binary, because truncation counts bytes, not characters.
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -336,6 +343,7 @@ def open_reporter(
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("--report-to tensorboard needs `pip install tensorboard`.") from error
+        # purge_step hides points after the checkpoint: a resumed run does those steps again.
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
         def report(step, metrics):
@@ -404,5 +412,6 @@ def draw_figures(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
+        # The last line of a traceback names the error.
         last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         print0(f"no figures: {last}", file=sys.stderr)
