@@ -39,6 +39,7 @@ def option(
     """
     metadata = {"help": help, "allowed": allowed, "needs": needs, "section": section}
     if isinstance(default, list):
+        # A copy for each instance, or all would share one list.
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -314,6 +315,7 @@ def reward_weights(mix: str) -> dict[str, float]:
             )
         weights[match[2]] = float(match[1] or 1)
     total = sum(weights.values())
+    # Decimal weights need not sum to exactly 1 in binary.
     if abs(total - 1) > 1e-9:
         refuse("reward_mix", f"{mix!r} has weights that sum to {total:g}, not 1")
     return weights
@@ -428,6 +430,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     stored = read_stored(parser, wanted.output_dir)
     config = Config(**recipe | stored | flags)
     for name in FIXED_ON_RESUME:
+        # A run of an earlier version may lack the field: it had what is the default now.
         new, old = getattr(config, name), stored.get(name, getattr(Config, name))
         if new != old:
             refuse(name, f"was {old} when this run began, and a resumed run keeps it, not {new}")
@@ -440,6 +443,7 @@ def warn_of_unused(recipe: Mapping[str, Any], wanted: Config, config: Config, pa
     unused = [
         f"{name} {getattr(config, name)}, not {getattr(wanted, name)}"
         for name, value in recipe.items()
+        # The run stores what "auto" became, so a difference there is not an edit.
         if value != "auto" and getattr(wanted, name) != getattr(config, name)
     ]
     if unused and launched_rank() == 0:
@@ -505,6 +509,7 @@ def typed(parser: Parser, where: str, stored: Mapping[str, Any]) -> dict[str, An
     (a text, for want of a dot) is a number; null counts as left out. ConfigError names the file.
     """
     try:
+        # With `=`, or a value that begins with a dash would be read as a flag.
         return read_flags(parser, [f"{flag(k)}={v}" for k, v in stored.items() if v is not None])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

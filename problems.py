@@ -76,6 +76,7 @@ def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
     try:
+        # Batch by batch: a large file is never in memory as a whole.
         for batch in ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except ArrowException as error:
@@ -131,6 +132,7 @@ def flatten(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(values, dict)
         for inner, value in values.items()
     }
+    # This order: a column that is really there wins over a nested one of its name.
     return nested | row
 
 
@@ -144,6 +146,7 @@ def final_answer(text: str) -> str:
     """The answer in a label: what follows #### (GSM8K), the last box of a worked solution (MATH),
     or all of it.
     """
+    # Without ####, rpartition leaves the whole text in its last part.
     text = text.rpartition("####")[2].strip()
     return extract(text, "none").answer or text
 
@@ -156,6 +159,7 @@ def gradable(kind: str, label: Any) -> str:
     if kind != "math":
         return text
     answer = final_answer(text)
+    # A label that is not equal even to itself would make every response wrong.
     verdict = verify(f"\\boxed{{{answer}}}", answer, "none")
     if not verdict.correct:
         raise ValueError(
@@ -230,7 +234,9 @@ def load_problems(
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
+        # The index keys the random numbers of its responses.
         index, name = len(problems), row.get(id_key)
+        # Not `or`: 0 is an id.
         name = str(index if name is None else name)
         problems.append(Problem(name, index, prompt, ids, label, kind))
     if not problems:
@@ -274,6 +280,7 @@ def tokenized(
     try:
         text = render_prompt(tokenizer, prompt)
         text.encode()  # tokenizers raise nothing readable for half a surrogate pair
+        # The chat template has written the special tokens already.
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(

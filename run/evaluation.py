@@ -30,7 +30,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         max_new_tokens=config.max_response_tokens,
         temperature=config.temperature,
         think=config.think,
-        seed=config.seed,
+        seed=config.seed,  # the same random numbers each time: changes are of the weights
         truncation=Truncation(config.eval_top_p),
     )
     # A signal may reach one rank after its last token: all drop this evaluation, or none.

@@ -171,7 +171,7 @@ def build_state(
     checkpoint `saved`.
     """
     compute_dtype = getattr(torch, config.dtype)
-    # Float32 masters: a step of 1e-6 is below the spacing of most bfloat16 weights and would vanish.
+    # Float32 masters: a step of 1e-6 is below the spacing of most bfloat16 weights, and lost.
     policy = Transformer.from_pretrained(
         saved / "policy" if saved else model_folder, torch.float32, compute_dtype
     )
