@@ -208,6 +208,7 @@ class Stage(NamedTuple):
     noted: str
 
 
+# Rules first: a row that they drop costs no samples in the two stages after them.
 STAGES = {
     "1 verifiable": Stage(verifiable, ""),
     "2 label audit": Stage(label_audit, "label_audit"),

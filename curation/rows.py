@@ -108,6 +108,7 @@ def load_texts(paths: Sequence[str], prompt_key: str) -> dict[str, str]:
     """
     texts = {}
     for path in paths:
+        # Each evaluation file has a layout of its own, so --prompt-key may not fit it.
         for where, fields in read_rows(path):
             columns = flatten(fields)
             key = prompt_key if prompt_key in columns else find_column(columns, PROMPT_COLUMNS)

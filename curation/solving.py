@@ -75,6 +75,7 @@ class Solver:
         tokenizer = load_tokenizer(folder)
         sampler = Sampler.from_pretrained(folder, tokenizer, self.slots, self.dtype, self.device)
         problems = {i: make_problem(i, self.rows[i], tokenizer, self.prompt_suffix) for i in left}
+        # From all rows, not from a chunk: a resumed run decides the same.
         think = think_mode(self.think, list(problems.values()))
         for chunk in self.state.missing(stage, left):
             groups = evaluate(

@@ -116,6 +116,7 @@ def draw_scores(ax, n: int, scores: dict, label: str, style: str) -> None:
             value, low, high = ([scores[f"{kind}@{k}"][part] for k in ks] for part in parts)
             ax.plot(ks, value, style, color=f"C{number}", label=f"{kind}@k {label}")
             ax.fill_between(ks, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+    # The k are powers of two (and n), so they are evenly spaced.
     ax.set_xscale("log", base=2)
     ax.set_xticks(ks, ks)
     ax.set_xlabel("k")

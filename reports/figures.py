@@ -103,6 +103,7 @@ def draw_runs(runs: Sequence[Path], folder: Path) -> list[Path]:
     returns their paths.
     """
     names = [run.name for run in runs]
+    # Two runs of one name, in different folders, would be drawn as one.
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
     folders = dict(zip(names, runs, strict=True))
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in folders.items()}
@@ -209,6 +210,7 @@ def draw_auc(ax, stages: dict[str, list[dict]]) -> None:
         ax.axhline(alone, color=line.get_color(), linestyle=":", linewidth=1)
     ax.plot([], [], color="grey", linestyle=":", label="length alone")
     ax.axhline(0.5, color="grey", linestyle="--", linewidth=1, label="knows nothing")
+    # At least from 0.4, so that small differences around 0.5 are not magnified.
     ax.set_ylim(min(0.4, ax.get_ylim()[0]), 1.02)
     finish(ax, "right against wrong, same problem (AUC of V)", "position in the response (%)")
 
@@ -256,6 +258,7 @@ def v_around_error(run: Path) -> np.ndarray | None:
     wrong_windows, right_windows = [], []
     for (step, _), group in groups.items():
         right = [row for row in group if row["reward"] > 0.5]
+        # Early steps are left out: the critic still knows little, and would blur the mean.
         if 3 * step <= 2 * last or not right:
             continue
         for row in group:
@@ -289,6 +292,7 @@ def logged_groups(run: Path) -> dict[tuple, list[dict]]:
 def window(values: Sequence[float], at: int) -> np.ndarray:
     """V from BEFORE tokens before `at` to AFTER tokens after it; NaN outside the response."""
     low, high = max(0, at - BEFORE), min(at + AFTER + 1, len(values))
+    # NaN, not 0: a place outside the response must not count in the mean.
     around = np.full(BEFORE + 1 + AFTER, np.nan)
     around[low - at + BEFORE : high - at + BEFORE] = values[low:high]
     return around
