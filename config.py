@@ -177,6 +177,7 @@ class Config:
         """Refuse a field that was changed but has no effect in this run."""
         for f in fields(self):
             name, needs = f.name, f.metadata["needs"]
+            # The row's default first: what was resolved once must pass again at a resume.
             if getattr(self, name) == defaults.get(name, f.default):
                 continue
             readers = [known for known, r in algorithms.items() if name in r.reads]

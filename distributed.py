@@ -136,6 +136,7 @@ def launch(nproc: int) -> None:
             if p.poll() is None:
                 p.send_signal(number)
 
+    # Before any rank exists: a signal in between would end this process alone.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     for rank_ in range(nproc):
@@ -166,6 +167,7 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
     # If one was killed by a signal (a negative code), that is the cause: the others may have ended
     # with status 1 because they lost the connection to it.
     first = min(failed(), key=lambda r: ranks[r].returncode > 0)
+    # monotonic: a correction of the wall clock must not end them early.
     deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -372,6 +374,7 @@ def load_optimizer_state(
     """Restore what `optimizer_state` returned; every rank passes the whole state. Learning rate and
     other settings of this run stay, as a resumed run may have changed them.
     """
+    # Saved before the first step, so there is nothing to restore.
     if not state:
         return
 

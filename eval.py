@@ -123,6 +123,7 @@ def take_from_run(options: Options) -> None:
     """Fill what is unset from the first of --model and --compare that belongs to a run, and print
     it.
     """
+    # One source for both models: they must see the same prompts and the same budget.
     stored = settings_of(options.model) or (settings_of(options.compare) if options.compare else {})
     unset = [name for name in FROM_RUN if getattr(options, name) is None]
     for name in unset:
@@ -258,6 +259,7 @@ def evaluate_subject(
             continue
         if options.save_responses:
             about = {"model": subject.path, "set": data}
+            # No step, and nothing is dropped: the keys are those of a run's rollouts.jsonl.
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
             files.append_jsonl(Path(options.save_responses), rows)
         # Only a forced answer is longer than this, so its share can be counted from lengths.

@@ -43,6 +43,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
     if (Path(folder) / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos) if isinstance(eos, list) else {eos}
+    # Either source may name none.
     ids.discard(None)
     if not ids:
         raise ValueError(
@@ -158,6 +159,7 @@ def gradable(kind: str, label: Any) -> str:
     text = check_label(kind, label)
     if kind != "math":
         return text
+    # Before the check: a label with its working would be compared as a whole.
     answer = final_answer(text)
     # A label that is not equal even to itself would make every response wrong.
     verdict = verify(f"\\boxed{{{answer}}}", answer, "none")
@@ -255,6 +257,7 @@ def checked_label(
     """The label of a row as its verifier takes it; ValueError naming the place for a row without
     prompt or label, or with one that cannot be used.
     """
+    # The kind `format` grades the form alone and needs no label.
     for name in (prompt_key, *([label_key] if kind != "format" else [])):
         if row.get(name) in (None, "", []):
             raise ValueError(

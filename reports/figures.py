@@ -107,6 +107,7 @@ def draw_runs(runs: Sequence[Path], folder: Path) -> list[Path]:
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
     folders = dict(zip(names, runs, strict=True))
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in folders.items()}
+    # A run without a critic has no critic/ keys: its panels are left out, not drawn empty.
     present = {metric for rows in data.values() for row in rows for metric in row}
     with writing("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +188,7 @@ def draw_reliability(ax, stages: dict[str, list[dict]]) -> None:
     for label, rows in stages.items():
         pairs = np.array([pair for row in rows for pair in row.get("start", ())])
         if len(pairs):
+            # Bins of equal number, not width: V may bunch, and a bin of one group is noise.
             by_v = pairs[pairs[:, 0].argsort()]
             bins = np.array_split(by_v, min(6, len(pairs)))
             v, rate = np.array([b.mean(0) for b in bins]).T
@@ -237,6 +239,7 @@ def draw_advantage_share(ax, stages: dict[str, list[dict]]) -> None:
     for label, curve in pooled(stages, "advantage_share").items():
         ax.plot(middles, curve, marker=".", label=label)
     ax.axhline(0.1, color="grey", linestyle="--", linewidth=1, label="the same everywhere")
+    # From 0, as these are shares: a magnified axis would make flat curves look steep.
     ax.set_ylim(bottom=0)
     finish(ax, "share of |A| by tenth of the response", "position in the response (%)")
 
@@ -258,7 +261,7 @@ def v_around_error(run: Path) -> np.ndarray | None:
     wrong_windows, right_windows = [], []
     for (step, _), group in groups.items():
         right = [row for row in group if row["reward"] > 0.5]
-        # Early steps are left out: the critic still knows little, and would blur the mean.
+        # Values of earlier steps are of a critic that had trained less.
         if 3 * step <= 2 * last or not right:
             continue
         for row in group:

@@ -240,6 +240,7 @@ def newest_undamaged(folder: Path) -> Path | None:
     damaged_step_N.
     """
     damaged: list[tuple[Path, str]] = []
+    # From the newest, and no further than needed: a CRC reads every byte.
     for candidate in reversed(files.checkpoints(folder)):
         if problem := damage(candidate):
             damaged.append((candidate, problem))

@@ -116,6 +116,7 @@ def mean(xs: Sequence[float]) -> float:
 def kept_and_dropped(collected: Collected) -> tuple[list[Rollout], list[Rollout]]:
     """The responses that train, and the others that ended."""
     kept = [r for group in collected.groups for r in group]
+    # By the number of the draw, because one problem may be drawn twice.
     chosen = {r.group for r in kept}
     return kept, [r for group in collected.finished for r in group if r.group not in chosen]
 
@@ -147,6 +148,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "reward_mean": mean([r.reward for r in ended]),
         "correct_mean": mean([r.correct for r in ended]),
         "kept_reward_mean": mean([r.reward for r in kept]),
+        # Lengths count the stop token.
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
         "response_length_max": max((len(r.response_ids) for r in ended), default=0),
         "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
@@ -186,6 +188,7 @@ def score_metrics(
     """Metrics of the policy before its update: the mean entropy of all kept tokens, and of the
     trained ones (`mask`) the advantages and the largest gap between trainer and sampler (nats).
     """
+    # Both are log-probs of the same weights, unless older ones sampled: the rest is numerics.
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
         "policy/entropy": float(entropy[batch.response_mask].mean()),
@@ -200,6 +203,7 @@ def position_share(x: Tensor, mask: Tensor, lengths: Tensor) -> list[float]:
     floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more. NaN if x is 0
     or the mask is empty.
     """
+    # (T,) against (N, 1) lengths: (N, T) numbers of tenths.
     position = torch.arange(mask.shape[1], device=mask.device)
     # clamp: integer division by 0 raises on a CPU, even in a row that the mask leaves out.
     tenth = 10 * position // lengths[:, None].clamp(min=1)
@@ -267,6 +271,7 @@ def write_rollouts(
         return
     kept, dropped = kept_and_dropped(collected)
     rows = []
+    # `tokens` has rows for kept responses alone, which come first: i indexes both.
     for i, r in enumerate((kept + dropped)[: None if log_samples < 0 else log_samples]):
         row = sample_row(step, r, kept=i < len(kept))
         if row["kept"]:
@@ -357,6 +362,7 @@ def open_reporter(
     except ImportError as error:
         raise ImportError("--report-to wandb needs `pip install wandb`.") from error
     note = folder / "wandb_id"
+    # Without the stored id, wandb would begin a second run at a resume.
     id_ = note.read_text() if note.exists() else None
     run = wandb.init(dir=folder, name=folder.name, config=asdict(config), id=id_, resume="allow")
     note.write_text(run.id)
@@ -397,6 +403,7 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 
 def report(folder: Path, step: int, steps: int) -> None:
     """The last lines of a run: its accuracy and where everything is."""
+    # From the file, because a resumed run has not seen its first evaluation.
     accuracies = history(folder / "metrics.jsonl", "eval/accuracy")
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")

@@ -109,6 +109,7 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     # With async steps the cache is there at every moment, so the tightest one decides.
     free = memory - plan.total(plan.peak if config.async_steps else "rollout")
     moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
+    # From the second on: in "rollout" the cache has a row of its own.
     for parts in list(moments.values())[1:] if config.async_steps else []:
         parts["concurrent rollout"] += moments["rollout"]["KV cache"]
     return plan
@@ -248,6 +249,7 @@ def layer_bytes(model: PretrainedConfig, config: Config, e: int) -> tuple[float,
         # gate, up, silu(gate), their product; backward frees the product and adds three gradients
         saved = 2 * norm + attention + 4 * e * inner
         return saved, max(saved + 2 * e * inner + e * hidden, norm_backward)
+    # In chunks, only this share of the tokens is in the feed-forward half at a time.
     share = min(1.0, chunk / micro_batch_tokens(config))
     saved = norm + attention + e * hidden  # the chunks' inputs; the rest is recomputed
     working = saved + 2 * e * hidden + share * (norm + 6 * e * inner)

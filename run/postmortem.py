@@ -182,6 +182,7 @@ def say_tokens(
             outputs, _ = model(*states, mb.targets, config.temperature)
         else:
             outputs = model(*states)
+        # (R, T) of the micro-batch, whose rows are in another order than the batch: see `mb.rows`.
         per_token = {name: mb.rows_of(x) for name, x in inputs.items()}
         per_token[part] = mb.unpack(outputs)
         for i, row in enumerate(mb.rows.tolist()):

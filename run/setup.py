@@ -211,6 +211,7 @@ def build_state(
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, copy)
     for model, optimizers in state.trained:
+        # Nothing trains before the first rollout, so its memory is the sampler's.
         offload(model, optimizers, config)
     return state
 
