@@ -349,6 +349,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_flag(group: Any, f: Field, hint: Any) -> None:
     """Add the flag of a field whose type `hint` is T, T | None or list[T]."""
+    # Of T | None and of list[T] alike, T is the first argument.
     kind = get_args(hint)[0] if get_args(hint) else hint
     allowed = f.metadata["allowed"]
     metavar = "|".join(map(str, allowed)) if isinstance(allowed, tuple) else kind.__name__
@@ -460,6 +461,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     unreadable or has an unknown or removed field.
     """
     try:
+        # safe_load: a recipe is data, and must not construct objects.
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
@@ -470,6 +472,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             f"--config {path} sets {name}, which this version no longer has (it always uses "
             f"{REMOVED[name]}); remove that line."
         )
+    # str, because a key of YAML may also be a number or a date.
     if unknown := sorted(map(str, recipe.keys() - vars(Config()).keys())):
         raise ConfigError(f"--config {path} has unknown fields: {', '.join(unknown)}.")
     return recipe

@@ -106,6 +106,7 @@ SAMPLED = """prompt_key label_key prompt_suffix audit_samples audit_temperature 
 
 def sampling_settings(config: CurateConfig, rows: Sequence[RawProblem]) -> dict[str, Any]:
     """The fields SAMPLED, and a hash of the problems."""
+    # Results are stored by row number: in another file they would belong to other problems.
     problems = json.dumps([(row.prompt, row.label) for row in rows], default=str)
     settings = {name: getattr(config, name) for name in SAMPLED}
     return settings | {"data": hashlib.sha256(problems.encode()).hexdigest()}
@@ -277,6 +278,7 @@ def write(
     report: dict[str, Any],
 ) -> None:
     """Write the rows that are left, those that were dropped, and the report."""
+    # The fields as they stood in the data, label included; the notes are added.
     noted = [row.fields | row.notes for row in rows]
     lost = (noted[i] | drop._asdict() for i, drop in sorted(dropped.items()))
     files.write_jsonl(output.with_suffix(DROPPED), lost, default=str)

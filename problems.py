@@ -108,6 +108,7 @@ def hub_rows(path: str) -> Iterable[dict[str, Any]]:
             f"{str(error).splitlines()[0]}"
         ) from error
     chosen = split or next(iter(splits))
+    # Of several, the first is not taken unasked: it might be the test set.
     if chosen not in splits or (not split and len(splits) > 1):
         raise ValueError(
             f"{path} has the splits {', '.join(splits)}; choose one, as in --data {name}@test."
@@ -228,6 +229,7 @@ def load_problems(
             id_key = find_column(row, ID_COLUMNS)
             prompt_key = prompt_key or find_column(row, PROMPT_COLUMNS)
             label_key = label_key or find_column(row, LABEL_COLUMNS)
+            # A column that was guessed is shown, so that a wrong guess is seen at the start.
             if (prompt_key, label_key) != (PROMPT_COLUMNS[0], LABEL_COLUMNS[0]):
                 print0(f"{path}: prompts from column {prompt_key!r}, labels from {label_key!r}")
         kind = row.get("verifier") or "math"

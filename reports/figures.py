@@ -109,6 +109,7 @@ def draw_runs(runs: Sequence[Path], folder: Path) -> list[Path]:
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in folders.items()}
     # A run without a critic has no critic/ keys: its panels are left out, not drawn empty.
     present = {metric for rows in data.values() for row in rows for metric in row}
+    # Before anything is drawn, so that a folder that cannot be written costs no time.
     with writing("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -63,6 +63,7 @@ def optimizer_step(model: nn.Module, optimizers: Optimizers, lr: float, config: 
     # Before clipping, which would multiply every gradient by NaN.
     if not math.isfinite(norm):
         raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
+    # By the norm of all ranks, each of which holds only its shards.
     nn.utils.clip_grads_with_norm_(model.parameters(), config.max_grad_norm, total_norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

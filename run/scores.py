@@ -222,6 +222,7 @@ def score_set(
 
 def resamples(problems: int, seed: int) -> Tensor:
     """(RESAMPLES, P) int64: indices of problems, drawn with replacement for the bootstrap."""
+    # Its own generator: the same seed gives the same resamples, whatever was drawn before.
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(problems, (RESAMPLES, problems), generator=generator)
 
