@@ -120,7 +120,7 @@ def launch(nproc: int) -> None:
     """
     if nproc <= 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return
-    # Port 0: the system picks a free one. Waiting for the workers here would wait forever.
+    # Port 0: the system picks a free one, so two runs on one machine do not collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -274,7 +274,7 @@ def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) 
     for part in (*layers, module):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.float32 if part is module else compute_dtype,
-            reduce_dtype=torch.float32,  # the gradients of ranks are summed in float32
+            reduce_dtype=torch.float32,  # or the sum over ranks would be rounded
             cast_forward_inputs=False,
         )
         fully_shard(part, mp_policy=policy)
@@ -325,7 +325,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def _collective_device() -> torch.device:
-    # NCCL reduces tensors on a GPU only, gloo those on the CPU.
+    # NCCL takes tensors on a GPU only.
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 

@@ -55,7 +55,7 @@ class Solver:
         seed: int,
     ) -> dict[int, list[Vote]]:
         """Votes of a model on each row of `left`, from `samples` responses."""
-        # With the model in the name, a run with another one does not take these samples for its own.
+        # With the model in the name, another model's run does not take these samples for its own.
         stage = f"{stage} by {model}"
         if not all(i in self.state.results[stage] for i in left):  # else no model is loaded
             self._sample(left, stage, model, samples, temperature, seed)

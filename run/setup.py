@@ -35,7 +35,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     """Check everything that can be wrong before anything is sampled, then build or resume models
     and optimizers.
     """
-    # Before the data: to tokenise all prompts only to refuse the directory would waste minutes.
+    # Before the data: to tokenise all prompts only to refuse the directory would waste time.
     folder = run_directory(config)
     model_folder = local_folder(config.model)
     shape, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
