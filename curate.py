@@ -90,6 +90,7 @@ class CurateConfig:
         if not self.output.endswith(".jsonl"):
             refuse("output", "must name a .jsonl file")
         names = (".jsonl", STATE, DROPPED, REPORT)
+        # Resolved, so that an input is found under any spelling of its name.
         written = {Path(self.output).with_suffix(name).resolve() for name in names}
         if written & {Path(path).resolve() for path in (self.data, *self.decontaminate)}:
             refuse("output", "would overwrite an input file")

@@ -116,6 +116,7 @@ def part_of(path: str, part: str) -> str:
     """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
     it is.
     """
+    # The path itself may be a checkpoint: then it has no checkpoints of its own.
     newest = max(checkpoints(Path(path)), default=Path(path))
     return str(newest / part) if (newest / part).is_dir() else path
 

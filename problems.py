@@ -42,6 +42,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
     ids = {tokenizer.eos_token_id}
     if (Path(folder) / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        # One id or a list: chat models often have several.
         ids |= set(eos) if isinstance(eos, list) else {eos}
     # Either source may name none.
     ids.discard(None)

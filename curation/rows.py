@@ -69,6 +69,7 @@ def load_rows(path: str, prompt_key: str, label_key: str) -> list[RawProblem]:
     raw = list(progress_bar(read_rows(path), "rows"))
     if not raw:
         raise ValueError(f"{path} is empty: there is no row to curate.")
+    # For finding columns only: the output has the fields as they stood.
     flat = [flatten(fields) for _, fields in raw]
     prompt_key = prompt_key or find_column(flat[0], PROMPT_COLUMNS)
     label_key = label_key or find_column(flat[0], LABEL_COLUMNS)

@@ -66,7 +66,7 @@ def panels(count: int):
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     columns = count if count <= 4 else 3
-    rows = -(-count // columns)
+    rows = -(-count // columns)  # rounded up
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="tight")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax in axes[count:]:

@@ -345,7 +345,7 @@ def next_change(config: Config, moment: str) -> dict:
         if not config.activation_checkpointing:
             return {"activation_checkpointing": True}
         if not config.mlp_chunk_tokens:
-            # At 131,072 tokens a layer of the 2B model falls from 16.8 to 7.5 GB, for 3 % more compute.
+            # For 131,072 tokens of the 2B model: 7.5 GB instead of 16.8, for 3 % more compute.
             return {"mlp_chunk_tokens": 16384}
     if config.offload != "idle":
         stronger = moment.endswith("backward") and config.offload == "none"
