@@ -39,6 +39,7 @@ def option(
     """
     metadata = {"help": help, "allowed": allowed, "needs": needs, "section": section}
     if isinstance(default, list):
+        # A copy for each instance, or all would share one list.
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -176,6 +177,7 @@ class Config:
         """Refuse a field that was changed but has no effect in this run."""
         for f in fields(self):
             name, needs = f.name, f.metadata["needs"]
+            # The row's default first: what was resolved once must pass again at a resume.
             if getattr(self, name) == defaults.get(name, f.default):
                 continue
             readers = [known for known, r in algorithms.items() if name in r.reads]
@@ -314,6 +316,7 @@ def reward_weights(mix: str) -> dict[str, float]:
             )
         weights[match[2]] = float(match[1] or 1)
     total = sum(weights.values())
+    # Decimal weights need not sum to exactly 1 in binary.
     if abs(total - 1) > 1e-9:
         refuse("reward_mix", f"{mix!r} has weights that sum to {total:g}, not 1")
     return weights
@@ -346,6 +349,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_flag(group: Any, f: Field, hint: Any) -> None:
     """Add the flag of a field whose type `hint` is T, T | None or list[T]."""
+    # Of T | None and of list[T] alike, T is the first argument.
     kind = get_args(hint)[0] if get_args(hint) else hint
     allowed = f.metadata["allowed"]
     metavar = "|".join(map(str, allowed)) if isinstance(allowed, tuple) else kind.__name__
@@ -428,6 +432,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     stored = read_stored(parser, wanted.output_dir)
     config = Config(**recipe | stored | flags)
     for name in FIXED_ON_RESUME:
+        # A run of an earlier version may lack the field: it had what is the default now.
         new, old = getattr(config, name), stored.get(name, getattr(Config, name))
         if new != old:
             refuse(name, f"was {old} when this run began, and a resumed run keeps it, not {new}")
@@ -440,6 +445,7 @@ def warn_of_unused(recipe: Mapping[str, Any], wanted: Config, config: Config, pa
     unused = [
         f"{name} {getattr(config, name)}, not {getattr(wanted, name)}"
         for name, value in recipe.items()
+        # The run stores what "auto" became, so a difference there is not an edit.
         if value != "auto" and getattr(wanted, name) != getattr(config, name)
     ]
     if unused and launched_rank() == 0:
@@ -455,6 +461,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     unreadable or has an unknown or removed field.
     """
     try:
+        # safe_load: a recipe is data, and must not construct objects.
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
@@ -465,6 +472,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             f"--config {path} sets {name}, which this version no longer has (it always uses "
             f"{REMOVED[name]}); remove that line."
         )
+    # str, because a key of YAML may also be a number or a date.
     if unknown := sorted(map(str, recipe.keys() - vars(Config()).keys())):
         raise ConfigError(f"--config {path} has unknown fields: {', '.join(unknown)}.")
     return recipe
@@ -505,6 +513,7 @@ def typed(parser: Parser, where: str, stored: Mapping[str, Any]) -> dict[str, An
     (a text, since it has no dot) is a number; null counts as left out. ConfigError names the file.
     """
     try:
+        # With `=`, or a value that begins with a dash would be read as a flag.
         return read_flags(parser, [f"{flag(k)}={v}" for k, v in stored.items() if v is not None])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

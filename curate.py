@@ -90,6 +90,7 @@ class CurateConfig:
         if not self.output.endswith(".jsonl"):
             refuse("output", "must name a .jsonl file")
         names = (".jsonl", STATE, DROPPED, REPORT)
+        # Resolved, so that an input is found under any spelling of its name.
         written = {Path(self.output).with_suffix(name).resolve() for name in names}
         if written & {Path(path).resolve() for path in (self.data, *self.decontaminate)}:
             refuse("output", "would overwrite an input file")
@@ -106,6 +107,7 @@ SAMPLED = """prompt_key label_key prompt_suffix audit_samples audit_temperature 
 
 def sampling_settings(config: CurateConfig, rows: Sequence[RawProblem]) -> dict[str, Any]:
     """The fields SAMPLED, and a hash of the problems."""
+    # Results are stored by row number: in another file they would belong to other problems.
     problems = json.dumps([(row.prompt, row.label) for row in rows], default=str)
     settings = {name: getattr(config, name) for name in SAMPLED}
     return settings | {"data": hashlib.sha256(problems.encode()).hexdigest()}
@@ -208,6 +210,7 @@ class Stage(NamedTuple):
     noted: str
 
 
+# Rules first: a row that they drop costs no samples in the two stages after them.
 STAGES = {
     "1 verifiable": Stage(verifiable, ""),
     "2 label audit": Stage(label_audit, "label_audit"),
@@ -276,6 +279,7 @@ def write(
     report: dict[str, Any],
 ) -> None:
     """Write the rows that are left, those that were dropped, and the report."""
+    # The fields as they stood in the data, label included; the notes are added.
     noted = [row.fields | row.notes for row in rows]
     lost = (noted[i] | drop._asdict() for i, drop in sorted(dropped.items()))
     files.write_jsonl(output.with_suffix(DROPPED), lost, default=str)

@@ -27,6 +27,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="step of that group")
     args = parser.parse_args(argv)
     if args.explain:
+        # Flags of the other mode would be ignored without a word: they are refused.
         of_figures = args.runs or args.report or args.output
         fits = not of_figures and (args.source is None) == (args.step is None)
     else:

@@ -64,6 +64,7 @@ def host_memory() -> int:
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if rank() == 0:
+        # At once: `exit_with` ends a rank by os._exit, which drops what is buffered.
         print(*args, flush=True, **kwargs)
 
 
@@ -119,6 +120,7 @@ def launch(nproc: int) -> None:
     """
     if nproc <= 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return
+    # Port 0: the system picks a free one, so two runs on one machine do not collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -134,9 +136,11 @@ def launch(nproc: int) -> None:
             if p.poll() is None:
                 p.send_signal(number)
 
+    # Before any rank exists: a signal in between would end this process alone.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     for rank_ in range(nproc):
+        # One thread each, as under torchrun, unless the user says otherwise: ranks share the cores.
         env = {"OMP_NUM_THREADS": "1"} | os.environ | shared
         env |= {"RANK": str(rank_), "LOCAL_RANK": str(rank_)}
         # In a session of its own, so that a Ctrl-C in the terminal reaches it only once, from here.
@@ -153,6 +157,7 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
         return any(p.poll() is None for p in ranks)
 
     def failed() -> list[int]:
+        # poll: None while it runs, 0 after a good end, negative if a signal killed it.
         return [r for r, p in enumerate(ranks) if p.poll()]
 
     while running() and not failed():
@@ -162,11 +167,13 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
     # If one was killed by a signal (a negative code), that is the cause: the others may have ended
     # with status 1 because they lost the connection to it.
     first = min(failed(), key=lambda r: ranks[r].returncode > 0)
+    # monotonic: a correction of the wall clock must not end them early.
     deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
     for p in ranks:
         if p.poll() is None:
+            # The group of its session, with the children that it has there.
             os.killpg(p.pid, signal.SIGKILL)
             p.wait()
     code = ranks[first].returncode
@@ -194,6 +201,7 @@ def choose_device(device: str, nproc: int) -> str:
     started instead.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # A recipe for 8 processes must also run under torchrun --nproc-per-node 4.
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -231,6 +239,7 @@ def init(device: str) -> torch.device:
         else torch.device("cpu")
     )
     if local.type == "cuda":
+        # Or "cuda" without an index would be GPU 0 on every rank.
         torch.cuda.set_device(local)
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         # PR_SET_PDEATHSIG: if its launcher is killed, a rank gets SIGTERM, saves and ends; else it
@@ -239,7 +248,7 @@ def init(device: str) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(
             "nccl" if local.type == "cuda" else "gloo",
-            device_id=local if local.type == "cuda" else None,
+            device_id=local if local.type == "cuda" else None,  # else NCCL guesses it from the rank
             timeout=LONGEST_WAIT,
         )
     return local
@@ -261,10 +270,11 @@ def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) 
     """
     if world_size() == 1:
         return
+    # The whole module last: FSDP2 gives it the parameters that no layer has taken.
     for part in (*layers, module):
         policy = MixedPrecisionPolicy(
             param_dtype=torch.float32 if part is module else compute_dtype,
-            reduce_dtype=torch.float32,
+            reduce_dtype=torch.float32,  # or the sum over ranks would be rounded
             cast_forward_inputs=False,
         )
         fully_shard(part, mp_policy=policy)
@@ -297,6 +307,7 @@ def sum_(tensor: Tensor) -> Tensor:
 
 def sum_on_device(numbers: list) -> list:
     """Add a (nested) list of numbers over ranks, in float64."""
+    # float64: in float32, counts of tokens above 2**24 would lose ones.
     return sum_(torch.tensor(numbers, dtype=torch.float64, device=_collective_device())).tolist()
 
 
@@ -314,6 +325,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def _collective_device() -> torch.device:
+    # NCCL takes tensors on a GPU only.
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -328,6 +340,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Copy the weights of a (sharded) module into an unsharded one of another dtype, one tensor at
     a time.
     """
+    # `full` is a collective: every rank goes through the tensors in the same order.
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         ours.copy_(full(theirs))
 
@@ -361,6 +374,7 @@ def load_optimizer_state(
     """Restore what `optimizer_state` returned; every rank passes the whole state. Learning rate and
     other settings of this run stay, as a resumed run may have changed them.
     """
+    # Saved before the first step, so there is nothing to restore.
     if not state:
         return
 

@@ -84,6 +84,7 @@ class Options:
         check_values(self)
         if len(set(self.data)) < len(self.data):
             refuse("data", f"names a set twice: {' '.join(self.data)}")
+        # Resolved: an output must not destroy --data under another spelling of its name.
         owner = {Path(data).resolve(): "--data" for data in self.data}
         written = {
             "--output": self.output,
@@ -122,6 +123,7 @@ def take_from_run(options: Options) -> None:
     """Fill what is unset from the first of --model and --compare that belongs to a run, and print
     it.
     """
+    # One source for both models: they must see the same prompts and the same budget.
     stored = settings_of(options.model) or (settings_of(options.compare) if options.compare else {})
     unset = [name for name in FROM_RUN if getattr(options, name) is None]
     for name in unset:
@@ -190,6 +192,7 @@ def check_pair(subjects: Sequence[Subject]) -> None:
             "compare", f"is the checkpoint of --model ({subjects[0].folder}); no score would differ"
         )
     for data in subjects[0].sets:
+        # Labels too: where a file has no ids, they are mere row numbers.
         if len({tuple((p.id, p.label) for p in s.sets[data][0]) for s in subjects}) > 1:
             refuse(
                 "max_prompt_tokens",
@@ -210,6 +213,7 @@ def evaluate_models(options: Options, device: torch.device) -> dict[str, Any]:
     critic = None
     if options.critic:
         critic = load_critic(options.critic, getattr(torch, options.dtype), device)
+    # The last of the checks, because it empties --save-responses.
     open_files(options)
     report: dict[str, Any] = {"settings": settings(options)}
     with Verifier(options.verifier_workers, options.verifier_timeout_s) as grader:
@@ -225,6 +229,7 @@ def settings(options: Options) -> dict[str, Any]:
     places = "model data compare output save_responses device nproc slots".split()
     how = {name: value for name, value in asdict(options).items() if name not in places}
     bands = {"level": LEVEL, "resamples": RESAMPLES, "over": "problems", "seed": options.seed}
+    # A hash of the sources that grade: under another verifier the numbers are not comparable.
     version = verify.version(rewards.__file__, sandbox.__file__)
     return how | {"verifier": version, "bands": bands}
 
@@ -254,8 +259,10 @@ def evaluate_subject(
             continue
         if options.save_responses:
             about = {"model": subject.path, "set": data}
+            # No step, and nothing is dropped: the keys are those of a run's rollouts.jsonl.
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
             files.append_jsonl(Path(options.save_responses), rows)
+        # Only a forced answer is longer than this, so its share can be counted from lengths.
         budget = options.max_response_tokens if options.force_budget else None
         scores = score_set(groups, grader, seed=options.seed, finals=finals, budget=budget)
         counts = {"problems": len(problems), "dropped": dropped, "think": think}

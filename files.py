@@ -27,6 +27,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if Path(path).is_dir()
             else f"{path} does not exist."
         )
+    # Bytes: text that is not UTF-8 is then an error of its own line, with its place.
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -63,7 +64,7 @@ def write_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = Non
     old file or the new one.
     """
     scratch = file.with_suffix(".tmp")
-    scratch.unlink(missing_ok=True)
+    scratch.unlink(missing_ok=True)  # left by a kill: appending would keep its rows
     append_jsonl(scratch, rows, default)
     scratch.replace(file)
 
@@ -107,6 +108,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first; one being written has another name."""
+    # Six digits, with leading zeros: sorted by name is sorted by step.
     return sorted((run / "checkpoints").glob("step_??????"))
 
 
@@ -114,6 +116,7 @@ def part_of(path: str, part: str) -> str:
     """`policy` or `critic` of a checkpoint, or of the newest checkpoint of a run; another path as
     it is.
     """
+    # The path itself may be a checkpoint: then it has no checkpoints of its own.
     newest = max(checkpoints(Path(path)), default=Path(path))
     return str(newest / part) if (newest / part).is_dir() else path
 

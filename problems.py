@@ -42,7 +42,9 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
     ids = {tokenizer.eos_token_id}
     if (Path(folder) / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        # One id or a list: chat models often have several.
         ids |= set(eos) if isinstance(eos, list) else {eos}
+    # Either source may name none.
     ids.discard(None)
     if not ids:
         raise ValueError(
@@ -76,6 +78,7 @@ def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist; give --data a parquet file.")
     try:
+        # Batch by batch: a large file is never in memory as a whole.
         for batch in ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except ArrowException as error:
@@ -106,6 +109,7 @@ def hub_rows(path: str) -> Iterable[dict[str, Any]]:
             f"{str(error).splitlines()[0]}"
         ) from error
     chosen = split or next(iter(splits))
+    # Of several, the first is not taken unasked: it might be the test set.
     if chosen not in splits or (not split and len(splits) > 1):
         raise ValueError(
             f"{path} has the splits {', '.join(splits)}; choose one, as in --data {name}@test."
@@ -131,6 +135,7 @@ def flatten(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(values, dict)
         for inner, value in values.items()
     }
+    # This order: a column that is really there wins over a nested one of its name.
     return nested | row
 
 
@@ -144,6 +149,7 @@ def final_answer(text: str) -> str:
     """The answer in a label: what follows #### (GSM8K), the last box of a worked solution (MATH),
     or all of it.
     """
+    # Without ####, rpartition leaves the whole text in its last part.
     text = text.rpartition("####")[2].strip()
     return extract(text, "none").answer or text
 
@@ -155,7 +161,9 @@ def gradable(kind: str, label: Any) -> str:
     text = check_label(kind, label)
     if kind != "math":
         return text
+    # Before the check: a label with its working would be compared as a whole.
     answer = final_answer(text)
+    # A label that is not equal even to itself would make every response wrong.
     verdict = verify(f"\\boxed{{{answer}}}", answer, "none")
     if not verdict.correct:
         raise ValueError(
@@ -222,6 +230,7 @@ def load_problems(
             id_key = find_column(row, ID_COLUMNS)
             prompt_key = prompt_key or find_column(row, PROMPT_COLUMNS)
             label_key = label_key or find_column(row, LABEL_COLUMNS)
+            # A column that was guessed is shown, so that a wrong guess is seen at the start.
             if (prompt_key, label_key) != (PROMPT_COLUMNS[0], LABEL_COLUMNS[0]):
                 print0(f"{path}: prompts from column {prompt_key!r}, labels from {label_key!r}")
         kind = row.get("verifier") or "math"
@@ -230,7 +239,9 @@ def load_problems(
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
+        # The index keys the random numbers of its responses.
         index, name = len(problems), row.get(id_key)
+        # Not `or`: 0 is an id.
         name = str(index if name is None else name)
         problems.append(Problem(name, index, prompt, ids, label, kind))
     if not problems:
@@ -249,6 +260,7 @@ def checked_label(
     """The label of a row as its verifier takes it; ValueError naming the place for a row without
     prompt or label, or with one that cannot be used.
     """
+    # The kind `format` grades the form alone and needs no label.
     for name in (prompt_key, *([label_key] if kind != "format" else [])):
         if row.get(name) in (None, "", []):
             raise ValueError(
@@ -274,6 +286,7 @@ def tokenized(
     try:
         text = render_prompt(tokenizer, prompt)
         text.encode()  # the tokenizers' error for half a surrogate pair is unreadable
+        # The chat template has written the special tokens already.
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(

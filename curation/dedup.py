@@ -22,6 +22,7 @@ TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|\d+(?:\.\d+)?|[^\W\d_]+|[-+*/=
 
 def tokens(text: str) -> list[str]:
     """Words, numbers and operators of a text: the same for copies that differ in layout."""
+    # NFKC folds full-width forms and the like, but leaves the minus sign U+2212.
     text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").casefold()
     return TOKEN.findall(THOUSANDS.sub("", LAYOUT.sub(" ", text)))
 
@@ -67,6 +68,7 @@ def near(
     signatures = [numbers(words) for words in texts]
     index: dict[int, list[int]] = defaultdict(list)
     for i, own in enumerate(grams):
+        # get, because index[g] would store an empty list for every n-gram asked for.
         shared = Counter(j for g in own for j in index.get(g, ()))
         # Ties by place, not by the order of a set of hashes, which differs from process to process.
         nearest_first = sorted(shared.items(), key=lambda item: (-item[1], item[0]))

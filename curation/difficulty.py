@@ -39,6 +39,7 @@ def find_unlearnable(
     # Some stay, for when the policy is better. Of the output: room / (in_band + room) = share.
     in_band = len(left) - len(dropped)
     room = int(in_band * unsolved_share / (1 - unsolved_share) + 1e-9)  # 1e-9: 3.9999... is 4
+    # At random: the first of the file may all be of one source. Seeded, so a rerun keeps the same.
     random.Random(seed).shuffle(hard)
     for i in hard[:room]:
         del dropped[i]

@@ -29,6 +29,7 @@ def find_doubtful(
         rate = mean_share_right(votes, samples)
         rows[i].notes |= {"label_audit": verdict, "audit_pass_rate": rate}
         if verdict == "doubtful":
+            # Any model's will do: a doubtful label has one answer against it.
             answer = votes[0][0].answer
             dropped[i] = Drop("doubtful_label", f"the audit's answer is {answer}")
     return dropped
@@ -52,15 +53,19 @@ def judge_label(
     A majority is a share `majority` of a model's solutions, those without an answer included.
     """
     for votes in by_model:
+        # Of all solutions: one vote among many that gave no answer is not a majority.
         if not votes or votes[0].count / samples < majority:
             return "undecided"
     first = [votes[0] for votes in by_model]
     if all(vote.right for vote in first):
         return "confirmed"
+    # Not all are right here, so the models differ.
     if any(vote.right for vote in first):
         return "undecided"
+    # By value: one model may write 0.5 and another 1/2.
     if not all(grader.equal(vote.answer, first[0].answer) for vote in first[1:]):
         return "undecided"
+    # Independent solutions rarely reach a wrong label so often by chance.
     return "disputed" if mean_share_right(by_model, samples) >= keep_hard else "doubtful"
 
 

@@ -69,6 +69,7 @@ def load_rows(path: str, prompt_key: str, label_key: str) -> list[RawProblem]:
     raw = list(progress_bar(read_rows(path), "rows"))
     if not raw:
         raise ValueError(f"{path} is empty: there is no row to curate.")
+    # For finding columns only: the output has the fields as they stood.
     flat = [flatten(fields) for _, fields in raw]
     prompt_key = prompt_key or find_column(flat[0], PROMPT_COLUMNS)
     label_key = label_key or find_column(flat[0], LABEL_COLUMNS)
@@ -108,6 +109,7 @@ def load_texts(paths: Sequence[str], prompt_key: str) -> dict[str, str]:
     """
     texts = {}
     for path in paths:
+        # Each evaluation file has a layout of its own, so --prompt-key may not fit it.
         for where, fields in read_rows(path):
             columns = flatten(fields)
             key = prompt_key if prompt_key in columns else find_column(columns, PROMPT_COLUMNS)

@@ -135,6 +135,7 @@ def find_equal(rows: dict[int, RawProblem], words: dict[int, Words]) -> dict[int
     for i, w in words.items():
         alike[w].append(i)
     for first, *again in alike.values():
+        # By value, so that 1/2 and 0.5 are not a conflict.
         if all(same_label(rows[i], rows[first]) for i in again):
             dropped |= {i: Drop("duplicate", f"of {rows[first].where}") for i in again}
         else:

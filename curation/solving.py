@@ -55,6 +55,7 @@ class Solver:
         seed: int,
     ) -> dict[int, list[Vote]]:
         """Votes of a model on each row of `left`, from `samples` responses."""
+        # With the model in the name, another model's run does not take these samples for its own.
         stage = f"{stage} by {model}"
         if not all(i in self.state.results[stage] for i in left):  # else no model is loaded
             self._sample(left, stage, model, samples, temperature, seed)
@@ -75,6 +76,7 @@ class Solver:
         tokenizer = load_tokenizer(folder)
         sampler = Sampler.from_pretrained(folder, tokenizer, self.slots, self.dtype, self.device)
         problems = {i: make_problem(i, self.rows[i], tokenizer, self.prompt_suffix) for i in left}
+        # From all rows, not from a chunk: a resumed run decides the same.
         think = think_mode(self.think, list(problems.values()))
         for chunk in self.state.missing(stage, left):
             groups = evaluate(

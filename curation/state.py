@@ -44,6 +44,7 @@ class StateFile:
             )
         for line in stored[1:]:
             for stage, results in line.items():
+                # JSON has made the row numbers text.
                 self.results[stage] |= {int(row): result for row, result in results.items()}
 
     def _append(self, line: dict) -> None:

@@ -54,6 +54,7 @@ def table(name: str, summary: dict[str, Any]) -> str:
     for reason, found in summary["dropped"].items():
         lines.append(f"{found['rows']:7} {reason:16} {found['why']}")
         for e in found["examples"]:
+            # For the terminal; the report keeps 200 characters.
             prompt = textwrap.shorten(e["prompt"], 60, placeholder=" ...")
             lines.append(f"{'':10}{e['where']}: {prompt} | label {e['label']} | {e['detail']}")
     return "\n".join(lines)

@@ -100,6 +100,7 @@ def draw_comparison(report: dict, file: Path) -> None:
         draw_scores(left, n, after["scores"], "after", "o-")
         left.set_title(Path(data).name, fontsize=10)
         draw_scores(middle, n, report["comparison"][data]["differences"], "", "o-")
+        # A band that crosses this line leaves the sign of the difference open.
         middle.axhline(0, color="grey", linewidth=0.8)
         middle.set_title(f"after - before, paired, {LEVEL:.0%} bands", fontsize=10)
         draw_moves(right, n, before["per_problem"], after["per_problem"])
@@ -116,6 +117,7 @@ def draw_scores(ax, n: int, scores: dict, label: str, style: str) -> None:
             value, low, high = ([scores[f"{kind}@{k}"][part] for k in ks] for part in parts)
             ax.plot(ks, value, style, color=f"C{number}", label=f"{kind}@k {label}")
             ax.fill_between(ks, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+    # The k are powers of two (and n), so they are evenly spaced.
     ax.set_xscale("log", base=2)
     ax.set_xticks(ks, ks)
     ax.set_xlabel("k")
@@ -127,6 +129,7 @@ def draw_moves(ax, n: int, before: list[dict], after: list[dict]) -> None:
     moves = Counter((a["right"], b["right"]) for a, b in zip(before, after, strict=True))
     # Many problems share a point, so its area says how many.
     ax.scatter(*zip(*moves, strict=True), s=[9 * count for count in moves.values()], alpha=0.5)
+    # Above the diagonal: problems that are solved more often after.
     ax.plot([0, n], [0, n], color="grey", linewidth=0.8)
     ax.set(xlabel=f"right of {n} before", ylabel=f"right of {n} after")
     ax.set_title("problems (area: their number)", fontsize=10)

@@ -125,6 +125,7 @@ def advantages(group: ResponseGroup, name: str) -> tuple[Tensor, dict]:
     own = group.config if group.config.get("algorithm") == name else {}
     settings = vars(Config()) | ALGORITHMS[name].defaults
     settings |= {k: v for k, v in own.items() if v is not None}
+    # Responses of different lengths in one (N, T) tensor, padded at the end.
     mask = pad_sequence([torch.ones(len(v), dtype=torch.bool) for v in group.values], True)
     result, _ = ALGORITHMS[name].advantages(
         SimpleNamespace(**settings),
@@ -180,6 +181,7 @@ def gradient_weights(label: str, advantage: float) -> list[float]:
     """(-d loss / d log pi) / A at each of RATIOS, for responses of one token; REINFORCE has 1."""
     name, _ = WEIGHED[label]
     row = ALGORITHMS[name]
+    # log pi with log pi_old = 0, so that exp of it is the ratio. (4, 1): one token per response.
     logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()[:, None].requires_grad_()
     old, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
     how = dict(objective=row.objective, ratio_level=row.defaults["ratio_level"])

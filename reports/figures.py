@@ -66,7 +66,7 @@ def panels(count: int):
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     columns = count if count <= 4 else 3
-    rows = -(-count // columns)
+    rows = -(-count // columns)  # rounded up
     figure = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="tight")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax in axes[count:]:
@@ -103,10 +103,13 @@ def draw_runs(runs: Sequence[Path], folder: Path) -> list[Path]:
     returns their paths.
     """
     names = [run.name for run in runs]
+    # Two runs of one name, in different folders, would be drawn as one.
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
     folders = dict(zip(names, runs, strict=True))
     data = {name: list(read_rows(file_of(run, "metrics.jsonl"))) for name, run in folders.items()}
+    # A run without a critic has no critic/ keys: its panels are left out, not drawn empty.
     present = {metric for rows in data.values() for row in rows for metric in row}
+    # Before anything is drawn, so that a folder that cannot be written costs no time.
     with writing("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -186,6 +189,7 @@ def draw_reliability(ax, stages: dict[str, list[dict]]) -> None:
     for label, rows in stages.items():
         pairs = np.array([pair for row in rows for pair in row.get("start", ())])
         if len(pairs):
+            # Bins of equal number, not width: V may bunch, and a bin of one group is noise.
             by_v = pairs[pairs[:, 0].argsort()]
             bins = np.array_split(by_v, min(6, len(pairs)))
             v, rate = np.array([b.mean(0) for b in bins]).T
@@ -209,6 +213,7 @@ def draw_auc(ax, stages: dict[str, list[dict]]) -> None:
         ax.axhline(alone, color=line.get_color(), linestyle=":", linewidth=1)
     ax.plot([], [], color="grey", linestyle=":", label="length alone")
     ax.axhline(0.5, color="grey", linestyle="--", linewidth=1, label="knows nothing")
+    # At least from 0.4, so that small differences around 0.5 are not magnified.
     ax.set_ylim(min(0.4, ax.get_ylim()[0]), 1.02)
     finish(ax, "right against wrong, same problem (AUC of V)", "position in the response (%)")
 
@@ -235,6 +240,7 @@ def draw_advantage_share(ax, stages: dict[str, list[dict]]) -> None:
     for label, curve in pooled(stages, "advantage_share").items():
         ax.plot(middles, curve, marker=".", label=label)
     ax.axhline(0.1, color="grey", linestyle="--", linewidth=1, label="the same everywhere")
+    # From 0, as these are shares: a magnified axis would make flat curves look steep.
     ax.set_ylim(bottom=0)
     finish(ax, "share of |A| by tenth of the response", "position in the response (%)")
 
@@ -256,6 +262,7 @@ def v_around_error(run: Path) -> np.ndarray | None:
     wrong_windows, right_windows = [], []
     for (step, _), group in groups.items():
         right = [row for row in group if row["reward"] > 0.5]
+        # Values of earlier steps are of a critic that had trained less.
         if 3 * step <= 2 * last or not right:
             continue
         for row in group:
@@ -289,6 +296,7 @@ def logged_groups(run: Path) -> dict[tuple, list[dict]]:
 def window(values: Sequence[float], at: int) -> np.ndarray:
     """V from BEFORE tokens before `at` to AFTER tokens after it; NaN outside the response."""
     low, high = max(0, at - BEFORE), min(at + AFTER + 1, len(values))
+    # NaN, not 0: a place outside the response must not count in the mean.
     around = np.full(BEFORE + 1 + AFTER, np.nan)
     around[low - at + BEFORE : high - at + BEFORE] = values[low:high]
     return around

@@ -114,6 +114,7 @@ def changes_html(metrics: Sequence[dict]) -> str:
 
 def figure_html(file: Path) -> str:
     """A PNG inside the page."""
+    # Inside the page, whose policy forbids it to load a file.
     data = base64.b64encode(file.read_bytes()).decode()
     name = escape(file.stem)
     return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>\n'
@@ -184,15 +185,18 @@ def response_html(row: dict, texts: Sequence[str], scale: float) -> str:
         for i, (text, a, v) in enumerate(zip(texts, row["advantages"], values, strict=True))
     ]
     if len(tokens) > HEAD + TAIL:
+        # A response of 128k tokens would be some 7 MB of tags.
         tokens[HEAD:-TAIL] = [f"\n\n[{len(tokens) - HEAD - TAIL} tokens left out]\n\n"]
     return f"<div>{escape(about)}</div>\n<pre>{''.join(tokens)}</pre>\n"
 
 
 def token_html(text: str, a: float, v: float | None, scale: float, wrong: bool) -> str:
     """A token with its shades as classes and its numbers as a tooltip."""
+    # min: the 2 % of tokens beyond `scale` share the strongest shade.
     shade = min(LEVELS, round(abs(a) / scale * LEVELS))
     names, title = [f"{'p' if a > 0 else 'n'}{shade}"], f"A {a:+.3f}"
     if v is not None:
+        # V has no bounds, but the shades run from 0 to 1.
         names.append(f"v{round(min(max(v, 0), 1) * LEVELS)}")
         title += f", V {v:.3f}"
     names += ["wrong"] if wrong else []

@@ -45,9 +45,11 @@ def final_values(
     rollouts = [r for group in groups for r in group]
     device = critic.value_head.weight.device
     finals = torch.zeros(len(rollouts), device=device)
+    # Tokens of a forward: the critic reads the prompt as well.
     costs = [len(r.problem.prompt_ids) + len(r.response_ids) for r in rollouts]
     # Every rank fills in its own responses and leaves the others at 0, so the sum has all.
     for rows in partition(costs, budget, distributed.world_size())[distributed.rank()]:
+        # Some shares are empty. Only a sharded model would have to run them in step.
         if rows:
             micro_batch = pack(rollouts, rows, device)
             last = micro_batch.mask.sum(1, keepdim=True) - 1

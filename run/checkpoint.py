@@ -47,14 +47,16 @@ def position(state: State) -> dict:
     return {
         "step": state.step,
         "critic_steps": state.critic_steps,
-        "empty_steps": state.empty_steps,
-        "start_entropy": state.start_entropy,
+        "empty_steps": state.empty_steps,  # three in a row end a run, also across a resume
+        "start_entropy": state.start_entropy,  # a collapse counts from the run's first update
+        # The ages of tokens in the buffer count from it: --max-staleness, rollout/version_lag.
         "weight_version": state.sampler.weight_version,
         "order": copied(state.order.state_dict()),
         "buffer": [[plain(r) for r in group] for group in state.buffer],
         "ahead": state.ahead
         and {
             "finished": [[plain(r) for r in group] for group in state.ahead.finished],
+            # By number: kept groups are among the finished ones, and stored once.
             "kept": [group[0].group for group in state.ahead.groups],
             "counts": dict(state.ahead.counts),
             "seconds": state.ahead.seconds,
@@ -78,6 +80,7 @@ def set_position(state: State, saved: dict, problems: Sequence[Problem]) -> None
     state.buffer, ahead = restored(saved["buffer"], problems, gone), saved["ahead"]
     if ahead:
         finished = restored(ahead["finished"], problems, gone)
+        # The kept groups are again the same objects as in `finished`, not copies.
         by_number = {group[0].group: group for group in finished}
         kept = [by_number[number] for number in ahead["kept"] if number in by_number]
         state.ahead = Collected(
@@ -128,6 +131,7 @@ def save(run: Run, state: State) -> None:
             # A full disk, as the system, safetensors and torch.save report it.
             except (OSError, SafetensorError, RuntimeError) as error:
                 failure = error
+    # All raise or none: otherwise the other ranks would wait for rank 0 in their next collective.
     if distributed.any_rank(failure is not None):
         shutil.rmtree(scratch, ignore_errors=True)
         reason = failure or "rank 0 says why"
@@ -163,12 +167,14 @@ def parts(run: Run, state: State) -> Iterator[Callable[[Path], None]]:
                 weights = distributed.full_state(model)
                 trainer_state[key] = distributed.optimizer_state(model, optimizers)
             yield partial(write_model, state, name, weights)
+    # Last: only now does it hold the moments of both models.
     yield lambda folder: torch.save(trainer_state, folder / "trainer_state")
 
 
 def write_model(state: State, name: str, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Policy or critic in the directory of its name, the policy with its tokenizer."""
     getattr(state, name).save_pretrained(folder / name, state_dict=weights)
+    # With a tokenizer the directory is a model of its own, which eval.py can load.
     if name == "policy":
         state.sampler.tokenizer.save_pretrained(folder / name)
 
@@ -182,7 +188,7 @@ def publish(scratch: Path) -> None:
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     scratch.rename(scratch.with_name(scratch.name.removeprefix("tmp_")))
-    flush(scratch.parent)
+    flush(scratch.parent)  # the rename, which is an entry of that directory
 
 
 def crc32(file: Path) -> int:
@@ -220,6 +226,7 @@ def newest(folder: Path) -> Path | None:
     Warns about each that it skips. Raises FileNotFoundError for a missing file, ValueError if
     every checkpoint is damaged.
     """
+    # One rank looks for all. On a network file system each might see another newest checkpoint.
     found = []
     if distributed.rank() == 0:
         for leftover in (folder / "checkpoints").glob("tmp_*"):  # of a save that was killed
@@ -233,10 +240,12 @@ def newest_undamaged(folder: Path) -> Path | None:
     damaged_step_N.
     """
     damaged: list[tuple[Path, str]] = []
+    # From the newest, and no further than needed: a CRC reads every byte.
     for candidate in reversed(files.checkpoints(folder)):
         if problem := damage(candidate):
             damaged.append((candidate, problem))
             continue
+        # Renamed only now that a good one is found: if all are damaged, they stay where they are.
         for path, problem in damaged:
             away = path.with_name("damaged_" + path.name)
             shutil.rmtree(away, ignore_errors=True)
@@ -264,10 +273,12 @@ def damage(checkpoint: Path) -> str | None:
         sums = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return f"{checkpoint / MANIFEST} is damaged"
+    # All names before any contents: a missing file must stop the run, not fall back silently.
     for name in sums:
         require(checkpoint, name)
     for name, (written, crc) in sums.items():
         file = checkpoint / name
+        # The size first: it needs no reading.
         if (size := file.stat().st_size) != written:
             return f"{file} has {size} bytes, not the {written} that were written"
         if crc32(file) != crc:
@@ -286,6 +297,7 @@ def require(checkpoint: Path, name: str) -> None:
 
 def load_trainer_state(state: State, file: Path, problems: Sequence[Problem]) -> None:
     """Position and optimizers of a checkpoint."""
+    # weights_only: plain types and tensors, since a pickle could run code.
     saved = torch.load(file, map_location="cpu", weights_only=True)
     set_position(state, saved, problems)
     distributed.load_optimizer_state(state.policy, state.optimizers, saved["optimizer"])

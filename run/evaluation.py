@@ -30,9 +30,10 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
         max_new_tokens=config.max_response_tokens,
         temperature=config.temperature,
         think=config.think,
-        seed=config.seed,
+        seed=config.seed,  # the same random numbers each time: changes are of the weights
         truncation=Truncation(config.eval_top_p),
     )
+    # A signal may reach one rank after its last token: all drop this evaluation, or none.
     if distributed.any_rank(state.sampler.interrupted):
         return {}
     return metrics.evaluation_metrics(groups) | {"eval/seconds": time.perf_counter() - start}
@@ -41,6 +42,7 @@ def evaluate(run: Run, state: State) -> dict[str, float]:
 def evaluate_if_missing(run: Run, state: State) -> None:
     """The evaluation still missing: the first, or one that SIGTERM cut short."""
     file = run.folder / "metrics.jsonl"
+    # Every rank reads the file, so that all evaluate or none: sampling contains collectives.
     made = "eval/accuracy" in metrics.row_of_step(file, state.step)
     if made or not evaluation_is_due(run, state):
         return

@@ -30,6 +30,7 @@ def force_answers(
     """Close the thoughts that `max_response_tokens` cut off with CLOSING, and sample up to
     `answer_tokens` more. Returns the groups of all ranks, graded again, in order.
     """
+    # No special tokens: a BOS in the middle of a response would start another text.
     closing = sampler.tokenizer(CLOSING, add_special_tokens=False)["input_ids"]
     mine = groups[distributed.rank() :: distributed.world_size()]
     for group in mine:
@@ -40,17 +41,20 @@ def force_answers(
         sampler,
         grader,
         mine,
+        # Counted from the first token of the response.
         max_new_tokens=max_response_tokens + len(closing) + answer_tokens,
         temperature=temperature,
         think=think,
         truncation=truncation,
     )
+    # Dealt out in turn, but gathered rank by rank.
     return sorted(distributed.gather(mine), key=lambda group: group[0].group)
 
 
 def is_thinking(r: Rollout) -> bool:
     """Whether the last thinking tag is an opening one; the chat template may have written it."""
     text = r.problem.prompt + r.text
+    # Without any tag both are -1, which is not thinking.
     return text.rfind("<think>") > text.rfind("</think>")
 
 
@@ -59,4 +63,4 @@ def append_forced(r: Rollout, ids: list[int], weight_version: int) -> None:
     r.response_ids += ids
     r.rollout_logprobs += [0.0] * len(ids)  # log 1: they were certain
     r.weight_versions += [weight_version] * len(ids)
-    r.finish_reason = "abort"
+    r.finish_reason = "abort"  # or sample_groups would not go on with it

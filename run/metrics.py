@@ -53,6 +53,7 @@ class Sums:
         """
         # Every rank adds its share, because `means` sums over ranks and the norm is global already.
         share = 1 / distributed.world_size()
+        # Loss 0: each micro-batch has added its share already, and this counts the divisor.
         self.add({"loss": (0.0, share), "grad_norm": (grad_norm * share, share)})
 
     def means(self) -> dict[str, float]:
@@ -72,6 +73,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
+        # Kernels are queued: without a wait their time would count in a later phase.
         if torch.cuda.is_available():
             # Not the whole device: with --async-steps a rollout runs in its own stream.
             torch.cuda.current_stream().synchronize()
@@ -114,6 +116,7 @@ def mean(xs: Sequence[float]) -> float:
 def kept_and_dropped(collected: Collected) -> tuple[list[Rollout], list[Rollout]]:
     """The responses that train, and the others that ended."""
     kept = [r for group in collected.groups for r in group]
+    # By the number of the draw, because one problem may be drawn twice.
     chosen = {r.group for r in kept}
     return kept, [r for group in collected.finished for r in group if r.group not in chosen]
 
@@ -145,6 +148,7 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "reward_mean": mean([r.reward for r in ended]),
         "correct_mean": mean([r.correct for r in ended]),
         "kept_reward_mean": mean([r.reward for r in kept]),
+        # Lengths count the stop token.
         "response_length_mean": mean([len(r.response_ids) for r in ended]),
         "response_length_max": max((len(r.response_ids) for r in ended), default=0),
         "kept_response_length_mean": mean([len(r.response_ids) for r in kept]),
@@ -154,11 +158,13 @@ def rollout_metrics(collected: Collected, config: Config, version: int) -> dict[
         "repetition_share": mean([is_repetitive(r.text) for r in ended]),
         "mixed_version_share": mean([len(set(r.weight_versions)) > 1 for r in kept]),
         "version_spread_max": max(spreads, default=0),
+        # Mean over tokens, not responses: one response may mix versions.
         "version_lag": version - mean([v for r in kept for v in r.weight_versions]),
     }
     if "format" in reward_weights(config.reward_mix):
         metrics["format_share"] = mean([has_format(r.text, config.think) for r in ended])
     metrics["undecided_share"] = mean([r.reason in UNDECIDED for r in ended])
+    # No division by 0 in a step where nothing ended: then there are no reasons either.
     metrics |= {f"verdict_{reason}": n / len(ended) for reason, n in sorted(reasons.items())}
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
@@ -182,6 +188,7 @@ def score_metrics(
     """Metrics of the policy before its update: the mean entropy of all kept tokens, and of the
     trained ones (`mask`) the advantages and the largest gap between trainer and sampler (nats).
     """
+    # Both are log-probs of the same weights, unless older ones sampled: the rest is numerics.
     gap = (old_logprobs - batch.rollout_logprobs)[mask]
     return {
         "policy/entropy": float(entropy[batch.response_mask].mean()),
@@ -196,7 +203,9 @@ def position_share(x: Tensor, mask: Tensor, lengths: Tensor) -> list[float]:
     floor(10 t / L). Equal everywhere: 0.1 each, for responses of ten tokens or more. NaN if x is 0
     or the mask is empty.
     """
+    # (T,) against (N, 1) lengths: (N, T) numbers of tenths.
     position = torch.arange(mask.shape[1], device=mask.device)
+    # clamp: integer division by 0 raises on a CPU, even in a row that the mask leaves out.
     tenth = 10 * position // lengths[:, None].clamp(min=1)
     sums = torch.bincount(tenth[mask], weights=x[mask].abs().double(), minlength=10)
     return (sums / sums.sum()).tolist()
@@ -230,13 +239,13 @@ def sample_row(step: int, r: Rollout, kept: bool) -> dict:
     return {
         "step": step,
         "problem_id": r.problem.id,
-        "draw": r.group,
+        "draw": r.group,  # a problem may be drawn twice in one step
         "sample_index": r.sample_index,
         "prompt": r.problem.prompt,
         "response": r.text,
         "response_ids": r.response_ids,
         "rollout_logprobs": r.rollout_logprobs,
-        "reward": r.reward,
+        "reward": r.reward,  # raw: without the overlong penalty
         "correct": r.correct,
         "overlong_penalty": r.overlong_penalty,
         "reason": r.reason,
@@ -262,10 +271,12 @@ def write_rollouts(
         return
     kept, dropped = kept_and_dropped(collected)
     rows = []
+    # `tokens` has rows for kept responses alone, which come first: i indexes both.
     for i, r in enumerate((kept + dropped)[: None if log_samples < 0 else log_samples]):
         row = sample_row(step, r, kept=i < len(kept))
         if row["kept"]:
             row |= {
+                # A float32 has about seven digits; more would only lengthen the file.
                 name: [round(v, 6) for v in x[i, : row["response_length"]].tolist()]
                 for name, x in tokens.items()
                 if x is not None
@@ -297,6 +308,7 @@ def forget_after(file: Path, step: int) -> None:
 def size_up_to(file: Path, step: int) -> int:
     """Bytes of the whole lines up to `step`; ValueError for a damaged one among them."""
     size = 0
+    # Binary, because truncation counts bytes, not characters.
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -336,6 +348,7 @@ def open_reporter(
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("--report-to tensorboard needs `pip install tensorboard`.") from error
+        # purge_step hides points after the checkpoint: a resumed run does those steps again.
         writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
         def report(step, metrics):
@@ -349,6 +362,7 @@ def open_reporter(
     except ImportError as error:
         raise ImportError("--report-to wandb needs `pip install wandb`.") from error
     note = folder / "wandb_id"
+    # Without the stored id, wandb would begin a second run at a resume.
     id_ = note.read_text() if note.exists() else None
     run = wandb.init(dir=folder, name=folder.name, config=asdict(config), id=id_, resume="allow")
     note.write_text(run.id)
@@ -389,6 +403,7 @@ def summary(step: int, steps: int, m: dict[str, float]) -> str:
 
 def report(folder: Path, step: int, steps: int) -> None:
     """The last lines of a run: its accuracy and where everything is."""
+    # From the file, because a resumed run has not seen its first evaluation.
     accuracies = history(folder / "metrics.jsonl", "eval/accuracy")
     if accuracies:
         print0(f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
@@ -404,5 +419,6 @@ def draw_figures(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "diagnose.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
+        # The last line of a traceback names the error.
         last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         print0(f"no figures: {last}", file=sys.stderr)

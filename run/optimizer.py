@@ -30,8 +30,10 @@ def make_optimizers(model: nn.Module, lr: float, config: Config) -> Optimizers:
     matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
     if config.optimizer == "adamw":
         matrices = []
+    # By identity: `in` on a list would compare tensors element by element.
     muons = {id(p) for p in matrices}
     rest = [(name, p) for name, p in named if id(p) not in muons]
+    # Decay of the value head would pull V towards 0.
     decayed = [p for name, p in rest if p.ndim > 1 and "value_head" not in name]
     plain = [p for name, p in rest if p.ndim <= 1 or "value_head" in name]
     adamw = torch.optim.AdamW(
@@ -58,15 +60,19 @@ def optimizer_step(model: nn.Module, optimizers: Optimizers, lr: float, config: 
     """
     total_norm = distributed.grad_norm(model)
     norm = float(distributed.full(total_norm))
+    # Before clipping, which would multiply every gradient by NaN.
     if not math.isfinite(norm):
         raise FloatingPointError(f"a gradient norm of the {type(model).__name__} is {norm}")
+    # By the norm of all ranks, each of which holds only its shards.
     nn.utils.clip_grads_with_norm_(model.parameters(), config.max_grad_norm, total_norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            # At every step, because the critic's rate changes during its warm-up.
             group["lr"] = lr
         if config.offload != "none":
             move_moments(optimizer, optimizer.param_groups[0]["params"][0].device)
         optimizer.step()
+        # None, not zeros: the next rollout gets the memory of the gradients.
         optimizer.zero_grad(set_to_none=True)
         if config.offload != "none":
             move_moments(optimizer, HOST)

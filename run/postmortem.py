@@ -85,6 +85,7 @@ def save_minibatch(
     folder = run.folder / f"nonfinite_step_{state.step + 1:06d}"
     file = folder / "minibatch.pt"
     model = getattr(state, part)
+    # A collective, so every rank calls it, although rank 0 alone writes.
     weights = distributed.full_state(model)
     if distributed.rank() == 0:
         model.save_pretrained(folder / part, state_dict=weights)
@@ -93,11 +94,12 @@ def save_minibatch(
             "error": error,
             "step": state.step,
             "config": asdict(run.config),
-            "vocabulary": vocabulary_size(state.sampler.tokenizer),
+            "vocabulary": vocabulary_size(state.sampler.tokenizer),  # the replay has no tokenizer
             "rollouts": [vars(r) | {"problem": vars(r.problem)} for r in rollouts],
             "tensors": {name: x[rows].cpu() for name, x in tensors.items() if x is not None},
         }
         torch.save(saved, file)
+        # A resumed run may meet the fault again in the same step, and appending would mix both.
         (folder / "rollouts.jsonl").unlink(missing_ok=True)
         readable = [sample_row(state.step + 1, r, True) for r in rollouts]
         files.append_jsonl(folder / "rollouts.jsonl", readable)
@@ -120,9 +122,11 @@ def replay(file: Path, device: torch.device, dtype: str, steps: dict[str, Step])
     """
     saved = read_saved(file, device)
     config, part = Config(**saved["config"]), saved["part"]
+    # Not clipped, so that the gradients are printed as the backward left them.
     config.max_grad_norm = math.inf
     model = load_part(saved, file.parent / part, dtype, device)
     print0(f"the run said: {saved['error']}\nreplay in {model.model.compute_dtype}:")
+    # In the order in which a NaN spreads: what is named first is nearest to the cause.
     found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
     rollouts = [Rollout(**r | {"problem": Problem(**r["problem"])}) for r in saved["rollouts"]]
     batch = to_batch(rollouts, device)
@@ -141,6 +145,7 @@ def replay(file: Path, device: torch.device, dtype: str, steps: dict[str, Step])
     for name, p in model.named_parameters():
         if p.grad is not None:
             found.append(say_nonfinite(f"gradient {name}", p.grad))
+    # Finite gradients can have a norm that overflows float32: their squares are summed.
     norm = float(distributed.full(distributed.grad_norm(model)))
     print0(f"gradient norm {norm}")
     if not any(found) and math.isfinite(norm):
@@ -153,6 +158,7 @@ def load_part(saved: dict, folder: Path, dtype: str, device: torch.device) -> nn
     compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     if saved["part"] == "policy":
         model = Transformer.from_pretrained(folder, torch.float32, compute_dtype)
+        # --dtype float32 asks whether precision is the cause, so it must reach the head as well.
         head_dtype = getattr(torch, config.head_dtype) if dtype == "auto" else compute_dtype
         model.set_head_dtype(head_dtype)
         model.restrict_vocabulary(saved["vocabulary"])
@@ -175,6 +181,7 @@ def say_tokens(
             outputs, _ = model(*states, mb.targets, config.temperature)
         else:
             outputs = model(*states)
+        # (R, T) of the micro-batch, whose rows are in another order than the batch: see `mb.rows`.
         per_token = {name: mb.rows_of(x) for name, x in inputs.items()}
         per_token[part] = mb.unpack(outputs)
         for i, row in enumerate(mb.rows.tolist()):
@@ -190,6 +197,7 @@ def say_tokens(
 def read_saved(file: Path, device: torch.device) -> dict:
     """What `save_minibatch` wrote; ValueError for another file."""
     try:
+        # weights_only: such files are sent to others, and a pickle could run code.
         saved = torch.load(file, map_location=device, weights_only=True)
         return {name: saved[name] for name in SAVED}
     except OSError as error:

@@ -43,6 +43,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
     Unbiased (Codex 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k).
     """
+    # comb is 0 where fewer than k are wrong: every subset then has a right one.
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -76,6 +77,7 @@ def count_votes(
     """Votes of all answers, the most frequent first. The first of equal answers stands for them,
     and says whether they are right.
     """
+    # A stable sort: of equally frequent answers, the one given first stays first.
     classes = sorted(answer_classes(answers, equal), key=len, reverse=True)
     return [Vote(answers[c[0]], len(c), right[c[0]]) for c in classes]
 
@@ -94,6 +96,7 @@ def maj_at_k(n: int, votes: Sequence[int], right: Sequence[bool], k: int) -> flo
     R_v(d, t): ways to draw d responses from the rivals so that w loses to none and ties with t.
     rest: the responses that neither w nor a rival gave.
     """
+    # Exact, because the counts (up to 2e18) exceed the 53 bits of a float.
     wins = Fraction(0)  # subsets that a right answer wins; 1 / (1 + t) of one that t rivals tie
     for winner in [i for i, is_right in enumerate(right) if is_right]:
         for v in range(1, min(votes[winner], k) + 1):
@@ -158,6 +161,7 @@ def score_problem(
     which an answer was forced (`force_answers`), for the share `forced`.
     """
     n, problem = len(group), group[0].problem
+    # Part of the tests passed (code) is credit in avg@n and best@k, but not a solution in pass@k.
     right, credit = [r.correct == 1 for r in group], [r.correct for r in group]
     has_answer = problem.verifier in ANSWERS
     answers = [r.answer if has_answer and r.reason in ANSWERED else None for r in group]
@@ -174,6 +178,7 @@ def score_problem(
     lengths = [len(r.response_ids) for r in group]
     scores["truncated"] = sum(r.finish_reason == "length" for r in group) / n
     if budget is not None:
+        # Only an answer that was forced goes beyond the budget.
         scores["forced"] = sum(length > budget for length in lengths) / n
     scores["repetitive"] = sum(is_repetitive(r.text) for r in group) / n
     scores["length"] = sum(lengths) / n
@@ -217,6 +222,7 @@ def score_set(
 
 def resamples(problems: int, seed: int) -> Tensor:
     """(RESAMPLES, P) int64: indices of problems, drawn with replacement for the bootstrap."""
+    # Its own generator: the same seed gives the same resamples, whatever was drawn before.
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(problems, (RESAMPLES, problems), generator=generator)
 
@@ -249,6 +255,7 @@ def paired_differences(
     moved: dict[str, list[dict]] = {"gained": [], "lost": []}
     parts = {"discovery": 0.0, "lost": 0.0, "sharpening": 0.0}
     for (a, b), change in zip(pairs, changes[f"avg@{before[0]['n']}"], strict=True):
+        # Solved by some response both before and after, or by none: no problem was won or lost.
         part = "sharpening"
         if bool(a["right"]) != bool(b["right"]):
             part, where = ("discovery", "gained") if b["right"] else ("lost", "lost")

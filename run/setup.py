@@ -35,6 +35,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     """Check everything that can be wrong before anything is sampled, then build or resume models
     and optimizers.
     """
+    # Before the data: to tokenise all prompts only to refuse the directory would waste time.
     folder = run_directory(config)
     model_folder = local_folder(config.model)
     shape, tokenizer = load_config(model_folder), load_tokenizer(model_folder)
@@ -45,6 +46,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
             f"dropped {dropped} training and {eval_dropped} held-out prompts above "
             f"{config.max_prompt_tokens} tokens"
         )
+    # What "auto" became goes into config.json, so that a resume cannot decide otherwise.
     config.think = think_mode(config.think, problems)
     if config.head_dtype == "auto":
         config.head_dtype = config.dtype
@@ -60,9 +62,11 @@ def set_up(config: Config, device: torch.device) -> tuple[Run, State]:
     # From here on the disk is written to; everything that could be refused has been.
     open_run_directory(folder)
     lock = lock_directory(folder)
+    # Only under the lock: it deletes half-written checkpoints, which a live run may be writing.
     saved = checkpoint.newest(folder) if config.resume else None
     state = build_state(config, device, model_folder, tokenizer, problems, saved)
     grader = Verifier(num_workers=config.verifier_workers, timeout_s=config.verifier_timeout_s)
+    # Now, so that a missing tracker is named before hours of sampling.
     report = metrics.open_reporter(folder, config, state.step)
     if state.step < config.steps:  # else no step will use what the flags change
         write_config(folder, config)
@@ -94,6 +98,7 @@ def run_directory(config: Config) -> Path:
     name = config.output_dir or str(
         ROOT / "runs" / f"{config.algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
     )
+    # The name of rank 0, as it may hold the time, and clocks of ranks differ.
     (folder,) = set(distributed.gather([name] if distributed.rank() == 0 else []))
     folder = Path(folder)
     if (folder / "config.json").exists() and not config.resume:
@@ -101,6 +106,7 @@ def run_directory(config: Config) -> Path:
             f"--output-dir {folder} already holds a run; add --resume or choose another directory."
         )
     held = [name for name in ("checkpoints", "metrics.jsonl") if (folder / name).exists()]
+    # Taken for a new run, it would find the names of its checkpoints in use and save nothing.
     if held and not (folder / "config.json").exists():
         raise ConfigError(
             f"--output-dir {folder} has {' and '.join(held)} of a run, but no config.json; put it "
@@ -114,6 +120,7 @@ def open_run_directory(folder: Path) -> None:
     """Create it if need be; ValueError if nothing can be written there."""
     with writing("--output-dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # mkdir also succeeds on a directory that exists and is read-only. One probe per rank.
         probe = folder / f".writable{distributed.rank()}"
         probe.touch()
         probe.unlink()
@@ -127,6 +134,7 @@ def lock_directory(folder: Path) -> IO | None:
         return None
     lock = open(folder / ".lock", "w")
     try:
+        # The kernel releases it when the process ends, even by kill -9: no stale lock remains.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -165,6 +173,7 @@ def build_state(
     checkpoint `saved`.
     """
     compute_dtype = getattr(torch, config.dtype)
+    # Float32 masters: a step of 1e-6 is below the spacing of most bfloat16 weights, and lost.
     policy = Transformer.from_pretrained(
         saved / "policy" if saved else model_folder, torch.float32, compute_dtype
     )
@@ -175,6 +184,7 @@ def build_state(
     copy = frozen_policy(model_folder, device, config, tokenizer)
     reference = None
     if config.kl_coef:
+        # From the start model, also on a resume: the KL is to the policy before the whole run.
         reference = save_memory(frozen_policy(model_folder, device, config, tokenizer), config)
     state = State(
         policy=policy,
@@ -191,7 +201,7 @@ def build_state(
             len(problems),
             config.seed,
             config.max_pass_rate,
-            [p.digest for p in problems],
+            [p.digest for p in problems],  # tell on a resume which problems were edited
         ),
         reference=reference,
     )
@@ -203,6 +213,7 @@ def build_state(
         checkpoint.load_trainer_state(state, saved / "trainer_state", problems)
     distributed.copy_weights(state.policy, copy)
     for model, optimizers in state.trained:
+        # Nothing trains before the first rollout, so its memory is the sampler's.
         offload(model, optimizers, config)
     return state
 
@@ -219,6 +230,7 @@ def frozen_policy(
 
 def set_head(model: Transformer, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give trainer, sampler and reference the same head: its dtype, and the ids it may draw."""
+    # With another head dtype, a reference equal to the policy would already have a KL above 0.
     model.set_head_dtype(getattr(torch, config.head_dtype))
     model.restrict_vocabulary(vocabulary_size(tokenizer))
 
