@@ -210,9 +210,9 @@ def init(device: str) -> torch.device:
 
 
 def grow_segments() -> None:
-    """Let torch's allocator enlarge blocks of GPU memory instead of adding new ones, unless the user
-    has configured it. Packed batches differ in size at every step, and the holes they leave add up
-    to 15 GB at 128k tokens. No effect once CUDA has started.
+    """Let torch enlarge blocks of GPU memory instead of adding new ones, unless the user has
+    configured its allocator. Packed batches differ in size at every step, and the holes they leave
+    add up to 15 GB at 128k tokens. No effect once CUDA has started.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
     if not any(name in os.environ for name in names):

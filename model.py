@@ -337,7 +337,7 @@ class Transformer(nn.Module):
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        # Of the matrix itself: `head_weight` may slice it, and slicing shards is a collective, which
+        # Not of `head_weight`, which may be a slice: slicing shards is a collective, which
         # would hang here because only rank 0 saves.
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         dtype = dtype or head.weight.dtype

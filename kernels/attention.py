@@ -49,8 +49,8 @@ def too_old_a_gpu() -> bool:
     if major >= 8:
         return False
     warnings.warn(
-        f"This GPU has compute capability {major}.{minor}; FlashAttention needs 8.0. Attention runs "
-        "with plain torch operations, which are slower.",
+        f"This GPU has compute capability {major}.{minor}, FlashAttention needs 8.0; attention "
+        "runs with plain torch operations, which are slower.",
         stacklevel=1,
     )
     return True

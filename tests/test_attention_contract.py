@@ -27,7 +27,7 @@ def check(condition, message):
 
 
 def attend(q, k, v, causal):
-    """q (L, H, d), k, v (L', KV, d) -> (L, H, d) by SDPA in float32; the last query is the last key."""
+    """q (L, H, d), k, v (L2, KV, d) -> (L, H, d) in float32; the last query is at the last key."""
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
     seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
@@ -42,7 +42,7 @@ def stored(pages, table, length):
 
 @pytest.fixture
 def operator(monkeypatch):
-    """aten::_flash_attention_forward on the CPU: mha_varlen_fwd of FlashAttention-2 as in torch 2.13,
+    """aten::_flash_attention_forward on the CPU: mha_varlen_fwd of FlashAttention-2 in torch 2.13,
     or, with `.impl` "FA3", of FlashAttention-3. `.packed`: for every call, whether the query heads
     that share a key went into one block.
     """
