@@ -1,41 +1,17 @@
 """Faults that only a machine with GPUs, or with several ranks, would show."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT
 from pretended_gpu import pretended_gpu
 from torch import nn
 
 import distributed
 from model import packed_attention
 from sampler.kvcache import KVCache
-
-
-def test_a_padded_vocabulary_is_saved_by_one_rank_of_two(tmp_path):
-
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-base")
-    tokenizer.save_pretrained(tmp_path / "model")
-    assert len(tokenizer) < 80
-    config = LlamaConfig(
-        vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    flags = f"""--model {tmp_path}/model --nproc 2 --device cpu --algorithm grpo --steps 1
-        --prompts-per-step 2 --group-size 2 --no-dynamic-sampling --max-response-tokens 8
-        --eval-data= --output-dir {tmp_path}/run"""
-    command = [sys.executable, ROOT / "train.py", *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run/checkpoints/step_000001/policy/model.safetensors").exists()
 
 
 def test_shards_stay_on_the_device_of_the_process_group(monkeypatch):
