@@ -96,7 +96,7 @@ class Config:
     dynamic_sampling: bool | None = option(None, "keep only groups whose raw rewards differ (default: true)")
     max_refills: int = option(4, "replace dropped groups until a step has started (1 + max_refills) x over_sampling x prompts_per_step groups; 0: replace none", "[0, inf)")
     max_pass_rate: float | None = option(None, "leave out problems solved at least this often so far (share; ScaleRL: 0.9); unset: off", "(0, 1]")
-    kv_cache_tokens: int = option(0, "most tokens per process in the KV cache; 0: four fifths of the free GPU memory (with --async-steps: of what the plan leaves free); on a CPU, a quarter of its memory",
+    kv_cache_tokens: int = option(0, "most tokens per process in the KV cache; 0: four fifths of the free GPU memory (with --async-steps: of what the plan leaves); on a CPU, a quarter of its memory",
                                   "[0, inf)")
     cuda_graphs: bool = option(False, "launch a decode step as one CUDA graph (GPU with a paged attention kernel); new: try it before a long run")
     async_steps: int = option(0, "1: a thread samples the next step, on the weights before the update, during the update; one process, needs --is-mode", (0, 1))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import distributed
 
@@ -279,6 +278,6 @@ def micro_batches(
     rollouts = [batch.rollouts[i] for i in rows]
     costs = [len(r.problem.prompt_ids) + len(r.response_ids) for r in rollouts]
     mine = partition(costs, max_tokens, distributed.world_size())[distributed.rank()]
-    quiet = distributed.rank() > 0 or None  # None: tqdm shows no bar in a log file
-    for share in tqdm(mine, what, unit="micro-batch", leave=False, delay=2, disable=quiet):
+    bar = distributed.progress_bar(mine, what, unit="micro-batch", leave=False, delay=2)
+    for share in bar:
         yield pack(batch.rollouts, [rows[i] for i in share], batch.rewards.device)

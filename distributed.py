@@ -1,10 +1,10 @@
-"""The only file that knows ranks: start-up, printing, sharding, reductions, full state for
-checkpoints.
+"""Ranks: starting and ending them, printing, sharding, reductions, full state for checkpoints.
 
-One process is not a special case for its callers: every function here works without a process
-group. The scalars of a step are held whole on every rank, so the only things that cross ranks are
-rollouts and word of which have ended (`gather`), rows of per-token results (`sum_`), and the
-gradients and weights that FSDP2 moves by itself.
+The only file that calls torch.distributed or reads a launcher's environment variables; other files
+ask it for `rank()` and `world_size()`. One process is not a special case for them: every function
+here works without a process group. The scalars of a step are held whole on every rank, so only
+three things cross ranks: rollouts and the news which of them have ended (`gather`), rows of
+per-token results (`sum_`), and the gradients and weights that FSDP2 moves by itself.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 
-# A collective may wait for the rank with the longest rollout, an hour and more at 128k tokens. Dead
-# ranks are found by their launcher, which watches processes, so this limit is for hung ones alone.
+# A collective may wait for the rank with the longest rollout, an hour and more at 128k tokens. The
+# launcher watches the processes and finds dead ranks, so this limit only matters for hung ones.
 LONGEST_WAIT = timedelta(days=1)
 
 
@@ -47,7 +48,7 @@ def world_size() -> int:
 
 
 def ranks_here() -> int:
-    """Number of processes on this machine, of which there may be several."""
+    """Number of processes on this machine; `world_size` counts those of all machines."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if world_size() > 1 else 1
 
 
@@ -67,27 +68,36 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, flush=True, **kwargs)
 
 
+def progress_bar(things: Iterable | None = None, what: str = "", **options: Any) -> tqdm:
+    """A tqdm bar on rank 0 alone, and only where a terminal shows it: a log file would fill with
+    its redraws. options: of tqdm, such as `total` without things.
+    """
+    # disable=None is tqdm's way to ask whether stderr is a terminal.
+    return tqdm(things, what, disable=rank() > 0 or None, **options)
+
+
 @contextmanager
 def command(stopped: str) -> Iterator[None]:
-    """Around all that a command does. What a user can mend ends it with one sentence, a Ctrl-C with
-    `stopped`, any other fault with its traceback.
+    """Wrap all that a command does. An error that a user can mend ends it with one sentence, a
+    Ctrl-C with the message `stopped`, any other error with its traceback.
     """
     try:
         yield
-        shutdown()
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        leave(f"error: {error}")
+        exit_with(f"error: {error}")
     except KeyboardInterrupt:
-        leave(stopped)
+        exit_with(stopped)
     except Exception:
         if world_size() == 1:
             raise
-        leave(traceback.format_exc())
+        exit_with(traceback.format_exc())
+    finally:  # also after a SystemExit: a live group can abort the interpreter as it ends
+        shutdown()
 
 
 def start(options: Any) -> torch.device:
-    """Start the processes that a command's fields `device`, `nproc` and `dtype` ask for, and settle
-    a dtype that is auto; returns this rank's device.
+    """Start the processes that the fields `device` and `nproc` of a command ask for, and replace a
+    dtype of "auto" in `options`. Returns this rank's device.
     """
     kind = choose_device(options.device, options.nproc)
     launch(options.nproc)
@@ -98,14 +108,15 @@ def start(options: Any) -> torch.device:
 
 
 def launch(nproc: int) -> None:
-    """Run this command in `nproc` processes of its own, and exit when they have; no-op for one
-    process, and inside a launcher (a bare `torchrun -- train.py --nproc 8`, which starts one
-    process, gets its eight).
+    """Run this command in `nproc` processes and exit when they have ended.
 
-    What torchrun does on one node, but for two things. SIGINT and SIGTERM are passed on and then
-    waited for: torchrun kills after 30 s, in the middle of a step or a save. And when a rank dies
-    the others have 10 s to say what they saw, then they are killed: a rank that decodes or waits in
-    a collective would notice nothing for hours.
+    Does nothing for one process, or if a launcher has already started several. (`torchrun train.py
+    --nproc 8` starts one process, which then starts the eight.)
+
+    Works like torchrun on one node, with two differences. SIGINT and SIGTERM are passed on, and the
+    ranks may take as long as they need: torchrun kills after 30 s, in the middle of a step or a
+    save. And when a rank dies, the others have 10 s to report what they saw before they are killed:
+    a rank that decodes or waits in a collective would notice nothing for hours.
     """
     if nproc <= 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return
@@ -113,33 +124,44 @@ def launch(nproc: int) -> None:
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, rank 0 opens none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives here; rank 0 opens none
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
     }
     ranks: list[subprocess.Popen] = []
-    pass_on = lambda number, _: [p.send_signal(number) for p in ranks if p.poll() is None]
+
+    def pass_on(number: int, _: Any) -> None:
+        for p in ranks:
+            if p.poll() is None:
+                p.send_signal(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     for rank_ in range(nproc):
         env = {"OMP_NUM_THREADS": "1"} | os.environ | shared
         env |= {"RANK": str(rank_), "LOCAL_RANK": str(rank_)}
-        # A session of its own: a Ctrl-C in the terminal reaches it once, from here.
+        # In a session of its own, so that a Ctrl-C in the terminal reaches it only once, from here.
         ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, start_new_session=True))
     raise SystemExit(wait_for(ranks))
 
 
 def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
-    """Exit status of a run: 0 when every rank ended well, else a sentence about the first that did
-    not; the others are killed after ten seconds.
+    """Wait until all ranks have ended well, or the first has failed; then kill the others after ten
+    seconds. Returns 0, or a sentence about the rank that failed.
     """
-    running = lambda: any(p.poll() is None for p in ranks)
-    failed = lambda: [r for r, p in enumerate(ranks) if p.poll()]
+
+    def running() -> bool:
+        return any(p.poll() is None for p in ranks)
+
+    def failed() -> list[int]:
+        return [r for r, p in enumerate(ranks) if p.poll()]
+
     while running() and not failed():
         time.sleep(0.02)
     if not failed():
         return 0
-    # A signal is a cause; status 1 beside it may be the connection that was lost with that rank.
+    # If one was killed by a signal (a negative code), that is the cause: the others may have ended
+    # with status 1 because they lost the connection to it.
     first = min(failed(), key=lambda r: ranks[r].returncode > 0)
     deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:
@@ -153,22 +175,24 @@ def wait_for(ranks: Sequence[subprocess.Popen]) -> int | str:
     return f"error: rank {first} {why}, and the others were ended with it."
 
 
-def leave(message: str) -> NoReturn:
+def exit_with(message: str) -> NoReturn:
     """End this process with a message and status 1.
 
-    One rank of several leaves at once and without clean-up: closing the process group would make
-    the others report a lost connection before the cause is told, and NCCL would wait for them.
+    One rank of several ends at once and without clean-up: if it closed the process group, the
+    others would report a lost connection before the cause is printed, and NCCL would wait for them.
     """
     if world_size() == 1:
         raise SystemExit(message)
-    sys.stderr.write(f"rank {rank()}: {message}\n")  # print would write the line's end apart
+    sys.stderr.write(f"rank {rank()}: {message}\n")  # print writes text and newline separately
     sys.stderr.flush()
     os._exit(1)
 
 
 def choose_device(device: str, nproc: int) -> str:
-    """cpu or cuda for auto, cpu or cuda; ValueError if there are not enough for the processes of
-    this machine: `nproc`, or what torchrun started in their place.
+    """The kind of device, "cpu" or "cuda", for --device auto, cpu or cuda.
+
+    ValueError if this machine has fewer GPUs than processes: `nproc`, or as many as torchrun
+    started instead.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         nproc = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
@@ -182,13 +206,26 @@ def choose_device(device: str, nproc: int) -> str:
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise ValueError(
             f"--nproc {nproc}, but this machine has {torch.cuda.device_count()} CUDA devices; "
-            "a process needs one of its own."
+            "each process needs its own; lower --nproc."
         )
     return device
 
 
+@contextmanager
+def joined(device: str) -> Iterator[torch.device]:
+    """Inside the block this process is in the process group, and however the block ends, it leaves
+    the group: an interpreter that exits with a live group can abort ("terminate called ...").
+    """
+    try:
+        yield init(device)
+    finally:
+        shutdown()
+
+
 def init(device: str) -> torch.device:
-    """Join the process group if a launcher started us; returns this rank's device, cpu or cuda."""
+    """Join the process group if a launcher started this process; returns its device, "cpu" or
+    "cuda" with the index of its GPU. The caller sees to it that `shutdown` follows.
+    """
     local = (
         torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
         if device == "cuda"
@@ -198,7 +235,8 @@ def init(device: str) -> torch.device:
         grow_segments()
         torch.cuda.set_device(local)
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: a rank whose launcher is killed saves and leaves, it is no orphan.
+        # PR_SET_PDEATHSIG: if its launcher is killed, a rank gets SIGTERM, saves and ends; else it
+        # would keep the GPU as an orphan.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(
@@ -226,11 +264,12 @@ def shutdown() -> None:
 
 
 def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: float32 masters in shards, weights gathered layer by layer.
+    """FSDP2 over all ranks: float32 master weights in shards, gathered layer by layer.
 
-    Layers are gathered in `compute_dtype`. Embedding, final norm and head stay float32, so their
-    gradients are rounded no more than in one process: in bfloat16 a frequent token's rows would
-    add up in steps of 1/256, and the bias of a value head move in steps of 0.004.
+    Layers are gathered in `compute_dtype`. Embedding, final norm and head are gathered in float32,
+    so that their gradients are rounded no more than in one process: summed in bfloat16, the
+    gradient of a frequent token's row would grow in steps of 1/256, and that of the value head's
+    bias in steps of 0.004.
     """
     if world_size() == 1:
         return
@@ -246,15 +285,16 @@ def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) 
 
 
 def backward(loss: Tensor) -> None:
-    """Gradients of the sum of all ranks' losses, whose denominators are global already.
+    """Compute the gradients of the sum of all ranks' losses; their denominators are already global.
 
-    FSDP2 averages gradients; its own sum (set_gradient_divide_factor) does not exist on gloo.
+    FSDP2 averages gradients over ranks, hence the factor. Its own switch to a sum
+    (set_gradient_divide_factor) does not exist on gloo.
     """
     (loss * world_size()).backward()
 
 
 def gather(objects: list) -> list:
-    """The lists of all ranks, joined in rank order, on every rank."""
+    """The concatenated lists of all ranks, in rank order, on every rank."""
     if world_size() == 1:
         return objects
     lists: list[Any] = [None] * world_size()
@@ -281,8 +321,8 @@ def barrier() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank if it is true on one: how a Ctrl-C on one rank stops all after the same
-    step.
+    """True on every rank if it is true on one, so that a Ctrl-C on one rank stops all of them after
+    the same step.
     """
     return sum_on_device([float(flag)])[0] > 0
 
@@ -307,9 +347,9 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """Whole float32 weights on the CPU, one tensor gathered at a time; complete on every rank.
+    """Whole float32 weights on the CPU, on every rank; gathers one tensor at a time.
 
-    Copied: what `full` returns may be a view of padded storage, which safetensors refuses.
+    They are copies, as `full` may return a view of padded storage, which safetensors refuses.
     """
     return {
         name: full(value).detach().to("cpu", copy=True)
@@ -318,10 +358,10 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict:
-    """Whole state of a module's optimizers on the CPU, keyed by parameter name, so another number
-    of ranks can load it.
+    """Whole state of a module's optimizers on the CPU, keyed by parameter name, so that a run with
+    another number of ranks can load it. {} before the first step.
     """
-    # Asked before the first step, torch would take a fake one, and Adam count it.
+    # To have a state to return, torch would take a fake step now, which Adam's step count keeps.
     if not all(o.state for o in optimizers):
         return {}
     return get_optimizer_state_dict(
@@ -332,13 +372,19 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[torch.optim.Optimize
 def load_optimizer_state(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict
 ) -> None:
-    """Put back what `optimizer_state` returned (present on every rank), but no hyper-parameter."""
+    """Restore what `optimizer_state` returned; every rank passes the whole state. Learning rate and
+    other settings of this run stay, as a resumed run may have changed them.
+    """
     if not state:
         return
-    groups = lambda: [g for o in optimizers for g in o.param_groups]  # loading makes new ones
+
+    def groups() -> list[dict]:
+        return [g for o in optimizers for g in o.param_groups]
+
     settings = [{k: v for k, v in g.items() if k != "params"} for g in groups()]
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(module, optimizers, optim_state_dict=state, options=options)
+    # Asked for again: loading has replaced the groups.
     for group, setting in zip(groups(), settings, strict=True):
         group.update(setting)
 

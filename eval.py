@@ -3,18 +3,17 @@
     python eval.py --model DIR --data FILE [FILE ...] --n 16 [--compare DIR2] --output out.json
 
     1 sample    n responses to every problem, graded                  rollout.evaluate
-    2 force     optional: close thoughts cut off, ask for the answer  force_answers
-    3 score     every problem by itself, unbiased over its subsets    score_problem
-    4 bands     means over problems, resampled over problems          band
-    5 compare   the same for the difference, problem by problem       compare
+    2 force     optional: close thoughts cut off, ask for the answer  run/forcing.py
+    3 score     every problem by itself, unbiased over its subsets    run/scores.py: score_problem
+    4 bands     means over problems, resampled over problems          run/scores.py: band
+    5 compare   two models: differences, problem by problem           run/scores.py: paired_differences
 
 docs/evaluation.md defines every number. The settings and the version of the verifier stand above
 every table and in the JSON: numbers are comparable only where they agree.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,34 +26,20 @@ import files
 import rewards
 import verify
 from config import CHOICES, ROOT, ConfigError, check_values, option, parse_options, refuse
-from data import Problem, Rollout, pack, partition
+from data import Problem, Rollout
 from distributed import print0
 from files import part_of, settings_of, writing
 from model import load_config, local_folder
 from problems import load_problems, load_tokenizer, think_mode
 from reports import eval_tables
 from rewards import Verifier
-from rollout import Sampler, evaluate, sample_groups
+from rollout import Sampler, evaluate
+from run.best_of_n import final_values, load_critic
+from run.forcing import force_answers
 from run.metrics import sample_row
-from run.scores import (
-    ANSWERED,
-    LEVEL,
-    RESAMPLES,
-    band,
-    best_at_k,
-    compare,
-    count_votes,
-    is_repetitive,
-    maj_at_k,
-    pass_at_k,
-    resamples,
-    subset_sizes,
-)
+from run.scores import LEVEL, RESAMPLES, paired_differences, resamples, score_set
 from sampler.sampling import Truncation
 from verifier import sandbox
-
-# Ends a thought and opens the box: whatever follows is an answer. Needs no word of any language.
-CLOSING = "\n</think>\n\\boxed{"
 
 
 @dataclass
@@ -67,12 +52,12 @@ class Options:
     n: int = option(16, "responses per problem", "(0, inf)")
     compare: str = option("", "second checkpoint: paired differences, --compare minus --model")
     critic: str = option("", "critic (or run): also best-of-k by the highest final V")
-    output: str = option("", "JSON file to write; with --compare a figure .png beside it")
+    output: str = option("", "JSON file to write; with --compare a figure .png next to it")
     save_responses: str = option("", "JSONL file for the responses, with the keys of rollouts.jsonl")
 
     prompt_key: str | None = option(None, "column of the prompt (default: the run's, else prompt, ...)", section="Problems")
     label_key: str | None = option(None, "column of the answer (default: the run's, else label, ...)")
-    prompt_suffix: str | None = option(None, "line behind every prompt (default: the run's)")
+    prompt_suffix: str | None = option(None, "line after every prompt (default: the run's)")
     max_prompt_tokens: int = option(4096, "longer prompts are dropped, and counted", "(0, inf)")
 
     max_response_tokens: int | None = option(None, "response budget (default: the run's, else 128)", "(0, inf)", section="Sampling")
@@ -99,11 +84,17 @@ class Options:
         check_values(self)
         if len(set(self.data)) < len(self.data):
             refuse("data", f"names a set twice: {' '.join(self.data)}")
-        taken = {Path(data).resolve(): "--data" for data in self.data}
-        files = {"--output": self.output, "--save-responses": self.save_responses}
-        for flag, file in (files | {"the figure of --output,": self.figure}).items():
-            if file and (other := taken.setdefault(Path(file).resolve(), flag)) != flag:
-                raise ConfigError(f"{flag} {file} would overwrite {other}; name another file.")
+        owner = {Path(data).resolve(): "--data" for data in self.data}
+        written = {
+            "--output": self.output,
+            "--save-responses": self.save_responses,
+            "the figure of --output,": self.figure,
+        }
+        for flag, file in written.items():
+            if file:
+                other = owner.setdefault(Path(file).resolve(), flag)
+                if other != flag:
+                    raise ConfigError(f"{flag} {file} would overwrite {other}; name another file.")
 
     @property
     def figure(self) -> Path | None:
@@ -116,7 +107,8 @@ class Options:
         return Truncation(self.top_p, self.top_k, self.min_p)
 
 
-# What is left unset is that of the run which --model or --compare belongs to; else this.
+# A flag that is not given has the value of the run that --model or --compare belongs to, else this:
+# a model that was trained with a suffix or another budget is not itself without them.
 FROM_RUN = {
     "max_response_tokens": 128,
     "prompt_suffix": "",
@@ -127,7 +119,9 @@ FROM_RUN = {
 
 
 def take_from_run(options: Options) -> None:
-    """Fill what is unset from the first of --model and --compare that is of a run, and say so."""
+    """Fill what is unset from the first of --model and --compare that belongs to a run, and print
+    it.
+    """
     stored = settings_of(options.model) or (settings_of(options.compare) if options.compare else {})
     unset = [name for name in FROM_RUN if getattr(options, name) is None]
     for name in unset:
@@ -138,12 +132,14 @@ def take_from_run(options: Options) -> None:
 
 
 def open_files(options: Options) -> None:
-    """What cannot be written fails now, not after hours; older responses there are dropped."""
+    """Fail now, not after hours, if a file cannot be written; empty that of the responses."""
+    if distributed.rank() > 0:
+        return
     for flag, file, mode in (
-        ("--output", options.output, "a"),
+        ("--output", options.output, "a"),  # an older report stays until there is a new one
         ("--save-responses", options.save_responses, "w"),
     ):
-        if file and distributed.rank() == 0:
+        if file:
             with writing(flag, file):
                 Path(file).parent.mkdir(parents=True, exist_ok=True)
                 open(file, mode).close()
@@ -154,31 +150,37 @@ def open_files(options: Options) -> None:
 
 @dataclass
 class Subject:
-    """A checkpoint, and every set as its tokenizer sees it."""
+    """A checkpoint to evaluate, and every set as its tokenizer sees it."""
 
-    path: str
+    path: str  # as the flag names it
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     sets: dict[str, tuple[list[Problem], int]]  # problems, and how many were dropped as too long
 
 
-def prepare(path: str, options: Options) -> Subject:
-    """Find the checkpoint and read all sets, before anything is sampled."""
+def load_subject(path: str, options: Options) -> Subject:
+    """Find a checkpoint and read all sets, before anything is sampled."""
     folder = local_folder(part_of(path, "policy"))
-    load_config(folder)  # says more of a directory that is no checkpoint than the next line would
-    subject = Subject(path, folder, load_tokenizer(folder), {})
-    if options.force_budget and "</think>" not in subject.tokenizer.get_vocab():
+    load_config(folder)  # its error is clearer than the tokenizer's if this is not a checkpoint
+    tokenizer = load_tokenizer(folder)
+    if options.force_budget and "</think>" not in tokenizer.get_vocab():
         refuse(
             "force_budget",
             f"closes the thinking with </think>, which is not a token of {folder}; leave it out "
             "for a model that does not think in tags",
         )
-    for data in options.data:
-        subject.sets[data] = load_problems(
-            data, subject.tokenizer, options.max_prompt_tokens,
-            options.prompt_key, options.label_key, options.prompt_suffix,
-        )  # fmt: skip
-    return subject
+    sets = {
+        data: load_problems(
+            data,
+            tokenizer,
+            options.max_prompt_tokens,
+            options.prompt_key,
+            options.label_key,
+            options.prompt_suffix,
+        )
+        for data in options.data
+    }
+    return Subject(path, folder, tokenizer, sets)
 
 
 def check_pair(subjects: Sequence[Subject]) -> None:
@@ -196,149 +198,55 @@ def check_pair(subjects: Sequence[Subject]) -> None:
             )
 
 
-# ---- scores
+# ---- the evaluation
 
 
-def score_problem(
-    group: Sequence[Rollout], options: Options, grader: Verifier, vote: bool = True,
-    finals: Sequence[float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """A row of `per_problem`: scores by name, and what they come from. vote: with maj@k. finals:
-    the critic's V of each response.
-    """
-    n, problem = len(group), group[0].problem
-    mean = lambda xs: sum(xs) / n
-    right, credit = [r.correct == 1 for r in group], [r.correct for r in group]
-    has_answer = lambda r: problem.verifier in rewards.ANSWERS and r.reason in ANSWERED
-    answers = [r.answer if has_answer(r) else None for r in group]
-    votes = count_votes(answers, right, lambda a, b: grader.equal(a, b, problem.verifier))
-    counts, winners = [count for _, count, _ in votes], [is_right for *_, is_right in votes]
-    scores = {f"avg@{n}": mean(credit)}
-    for k in subset_sizes(n):
-        scores[f"pass@{k}"] = pass_at_k(n, sum(right), k)
-        if vote:
-            scores[f"maj@{k}"] = maj_at_k(n, counts, winners, k)
-        if finals is not None:
-            scores[f"best@{k}"] = best_at_k(finals, credit, k)
-    scores["truncated"] = mean([r.finish_reason == "length" for r in group])
-    if options.force_budget:
-        scores["forced"] = mean([len(r.response_ids) > options.max_response_tokens for r in group])
-    scores["repetitive"] = mean([is_repetitive(r.text) for r in group])
-    scores["length"] = mean([len(r.response_ids) for r in group])
-    return {
-        "id": problem.id,
-        "label": problem.label,
-        "n": n,
-        "right": sum(right),
-        "answers": {answer: count for answer, count, _ in votes},
-        "verdicts": dict(Counter(r.reason for r in group)),
-        "scores": scores,
-    }
+def evaluate_models(options: Options, device: torch.device) -> dict[str, Any]:
+    """The whole evaluation with its tables and files; returns the report (complete on rank 0)."""
+    take_from_run(options)
+    roles = ("model", "compare") if options.compare else ("model",)
+    subjects = {role: load_subject(getattr(options, role), options) for role in roles}
+    check_pair(list(subjects.values()))
+    critic = None
+    if options.critic:
+        critic = load_critic(options.critic, getattr(torch, options.dtype), device)
+    open_files(options)
+    report: dict[str, Any] = {"settings": settings(options)}
+    with Verifier(options.verifier_workers, options.verifier_timeout_s) as grader:
+        for role, subject in subjects.items():
+            evaluate_subject(role, subject, critic, options, device, grader, report)
+    if options.compare and distributed.rank() == 0:
+        add_comparison(report, options)
+    return report
 
 
-def score_set(
-    groups: Sequence[Sequence[Rollout]], finals: Sequence[Sequence[float]] | None,
-    options: Options, grader: Verifier,
-) -> dict[str, Any]:  # fmt: skip
-    """Scores of a set with their bands, and the problems behind them."""
-    vote = all(group[0].problem.verifier in rewards.ANSWERS for group in groups)
-    rows = [
-        score_problem(group, options, grader, vote, values)
-        for group, values in zip(groups, finals or [None] * len(groups), strict=True)
-    ]
-    picks = resamples(len(rows), options.seed)
-    scores = {
-        name: band([row["scores"][name] for row in rows], picks) for name in rows[0]["scores"]
-    }
-    return {"responses": sum(map(len, groups)), "scores": scores, "per_problem": rows}
-
-
-# ---- sampling
-
-
-def force_answers(
-    sampler: Sampler, grader: Verifier, groups: list, options: Options, think: str
-) -> list[list[Rollout]]:
-    """Budget forcing (s1, 2501.19393): a thought that the budget cut off is closed with CLOSING,
-    and the response goes on for at most `answer_tokens`. Graded again, in order.
-
-    Forced tokens get log-prob 0: they were certain.
-    """
-    closing = sampler.tokenizer(CLOSING, add_special_tokens=False)["input_ids"]
-    mine = groups[distributed.rank() :: distributed.world_size()]
-    for r in (r for group in mine for r in group if r.finish_reason == "length"):
-        text = r.problem.prompt + r.text
-        if text.rfind("<think>") > text.rfind("</think>"):
-            r.response_ids += closing
-            r.rollout_logprobs += [0.0] * len(closing)
-            r.weight_versions += [sampler.weight_version] * len(closing)
-            r.finish_reason = "abort"
-    budget = options.max_response_tokens + len(closing) + options.answer_tokens
-    sample_groups(
-        sampler, grader, mine, max_new_tokens=budget, temperature=options.temperature, think=think,
-        truncation=options.truncation,
-    )  # fmt: skip
-    return sorted(distributed.gather(mine), key=lambda group: group[0].group)
-
-
-@torch.no_grad()
-def final_values(
-    critic: torch.nn.Module, groups: Sequence[Sequence[Rollout]], budget: int
-) -> list[list[float]]:
-    """V of each response in the state in which its last token was chosen; whole on every rank.
-
-    budget: tokens per forward.
-    """
-    from critic import values as critic_values
-
-    rollouts, device = [r for group in groups for r in group], critic.value_head.weight.device
-    finals = torch.zeros(len(rollouts), device=device)
-    costs = [len(r.problem.prompt_ids) + len(r.response_ids) for r in rollouts]
-    shares = partition(costs, budget, distributed.world_size())
-    for rows in filter(None, shares[distributed.rank()]):
-        mb = pack(rollouts, rows, device)
-        last = mb.mask.sum(1, keepdim=True) - 1
-        finals[mb.rows] = critic_values(critic, mb).gather(1, last).squeeze(1)
-    return distributed.sum_(finals).view(len(groups), -1).tolist()
-
-
-def load_critic(options: Options, device: torch.device) -> torch.nn.Module:
-    """The critic of --critic, with activations in the compute dtype."""
-    from critic import Critic
-
-    folder = part_of(options.critic, "critic")
-    try:
-        if not Path(folder).is_dir():
-            raise FileNotFoundError(f"{folder} is no directory")
-        critic = Critic.from_pretrained(folder, getattr(torch, options.dtype))
-    except (OSError, ValueError) as error:
-        why = str(error).rstrip(".")
-        refuse(
-            "critic",
-            f"{options.critic} is no critic: {why}; give a run that has one, or the folder "
-            "`critic` of a checkpoint",
-        )
-    return critic.to(device).requires_grad_(False)
+def settings(options: Options) -> dict[str, Any]:
+    """What must agree for two numbers to be comparable."""
+    places = "model data compare output save_responses device nproc slots".split()
+    how = {name: value for name, value in asdict(options).items() if name not in places}
+    bands = {"level": LEVEL, "resamples": RESAMPLES, "over": "problems", "seed": options.seed}
+    version = verify.version(rewards.__file__, sandbox.__file__)
+    return how | {"verifier": version, "bands": bands}
 
 
 def evaluate_subject(
-    subject: Subject, critic: torch.nn.Module | None, options: Options, device: torch.device,
+    role: str,
+    subject: Subject,
+    critic: torch.nn.Module | None,
+    options: Options,
+    device: torch.device,
     grader: Verifier,
-) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
-    """Yield (set, result) for every set. Rank 0 scores, the others only sample."""
-    dtype = getattr(torch, options.dtype)
+    report: dict[str, Any],
+) -> None:
+    """Fill report[role], print and save it set by set. All ranks sample, rank 0 scores."""
+    # Local to this call: the first model has left the memory when the second one is loaded.
     sampler = Sampler.from_pretrained(
-        subject.folder, subject.tokenizer, options.slots, dtype, device
+        subject.folder, subject.tokenizer, options.slots, getattr(torch, options.dtype), device
     )
+    report[role] = {"path": subject.path, "sets": {}}
     for data, (problems, dropped) in subject.sets.items():
         think = think_mode(options.think, problems)
-        groups = evaluate(
-            sampler, grader, problems, samples=options.n, seed=options.seed, think=think,
-            max_new_tokens=options.max_response_tokens, temperature=options.temperature,
-            truncation=options.truncation,
-        )  # fmt: skip
-        if options.force_budget:
-            groups = force_answers(sampler, grader, groups, options, think)
+        groups = sample_set(sampler, grader, problems, options, think)
         finals = None
         if critic is not None:
             finals = final_values(critic, groups, options.max_tokens_per_micro_batch)
@@ -348,54 +256,63 @@ def evaluate_subject(
             about = {"model": subject.path, "set": data}
             rows = [about | sample_row(0, r, True) for group in groups for r in group]
             files.append_jsonl(Path(options.save_responses), rows)
-        result = {"problems": len(problems), "dropped": dropped, "think": think}
-        yield data, result | score_set(groups, finals, options, grader)
+        budget = options.max_response_tokens if options.force_budget else None
+        scores = score_set(groups, grader, seed=options.seed, finals=finals, budget=budget)
+        counts = {"problems": len(problems), "dropped": dropped, "think": think}
+        report[role]["sets"][data] = counts | scores
+        save(report, options)  # now: a set that is done is not lost with the next one
+        eval_tables.print_result(report, role, data)
 
 
-# ---- the whole
+def sample_set(
+    sampler: Sampler,
+    grader: Verifier,
+    problems: Sequence[Problem],
+    options: Options,
+    think: str,
+) -> list[list[Rollout]]:
+    """n graded responses to every problem of a set, complete on every rank."""
+    groups = evaluate(
+        sampler,
+        grader,
+        problems,
+        samples=options.n,
+        max_new_tokens=options.max_response_tokens,
+        temperature=options.temperature,
+        think=think,
+        seed=options.seed,
+        truncation=options.truncation,
+    )
+    if not options.force_budget:
+        return groups
+    return force_answers(
+        groups,
+        sampler,
+        grader,
+        max_response_tokens=options.max_response_tokens,
+        answer_tokens=options.answer_tokens,
+        temperature=options.temperature,
+        think=think,
+        truncation=options.truncation,
+    )
 
 
-def run(options: Options, device: torch.device) -> dict[str, Any]:
-    """The whole evaluation: tables, files; returns the report (whole on rank 0 alone)."""
-    take_from_run(options)
-    roles = ("model", "compare") if options.compare else ("model",)
-    subjects = {role: prepare(getattr(options, role), options) for role in roles}
-    check_pair(list(subjects.values()))
-    report: dict[str, Any] = {"settings": settings(options)}
-    critic = load_critic(options, device) if options.critic else None
-    open_files(options)
-    workers, timeout = options.verifier_workers, options.verifier_timeout_s
-    with Verifier(num_workers=workers, timeout_s=timeout) as grader:
-        for role, subject in subjects.items():
-            report[role] = {"path": subject.path, "sets": {}}
-            for data, result in evaluate_subject(subject, critic, options, device, grader):
-                report[role]["sets"][data] = result
-                save(options, report)
-                eval_tables.print_result(report, role, data)
-    if options.compare and distributed.rank() == 0:
-        report["comparison"] = {}
-        for data in options.data:
-            before, after = (report[role]["sets"][data]["per_problem"] for role in roles)
-            comparison = compare(before, after, resamples(len(before), options.seed))
-            report["comparison"][data] = comparison
-            eval_tables.print_comparison(report, data)
-        save(options, report)
-        if options.figure:
-            eval_tables.draw(report, options.figure)
-    return report
+def add_comparison(report: dict[str, Any], options: Options) -> None:
+    """Compare the two models on every set; print, save and draw it."""
+    report["comparison"] = {}
+    for data in options.data:
+        before, after = (report[role]["sets"][data]["per_problem"] for role in ("model", "compare"))
+        # The resamples of a set are those of its own bands: the same problems, drawn alike.
+        picks = resamples(len(before), options.seed)
+        report["comparison"][data] = paired_differences(before, after, picks)
+        eval_tables.print_comparison(report, data)
+    save(report, options)
+    if options.figure:
+        eval_tables.draw_comparison(report, options.figure)
 
 
-def settings(options: Options) -> dict[str, Any]:
-    """What two numbers must share to be comparable."""
-    places = "model data compare output save_responses device nproc slots".split()
-    how = {name: value for name, value in asdict(options).items() if name not in places}
-    bands = {"level": LEVEL, "resamples": RESAMPLES, "over": "problems", "seed": options.seed}
-    sources = rewards.__file__, sandbox.__file__
-    return how | {"verifier": verify.version(*sources), "bands": bands}
-
-
-def save(options: Options, report: dict) -> None:
-    """Write the report as far as it has come: a set that is done is not lost with the next."""
+def save(report: dict[str, Any], options: Options) -> None:
+    """Write the report, as far as it has come, to --output."""
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -404,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
     with distributed.command("stopped; the sets that were done are in --output."):
         options = parse_options(Options, __doc__, argv)
-        run(options, distributed.start(options))
+        evaluate_models(options, distributed.start(options))
 
 
 if __name__ == "__main__":

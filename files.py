@@ -59,8 +59,8 @@ def append_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = No
 
 
 def write_jsonl(file: Path, rows: Iterable[dict], default: Callable | None = None) -> None:
-    """Write a whole file, as `append` does. Renamed into place: a kill leaves the old one or the
-    new one.
+    """Write a whole file as `append_jsonl` does. Renamed into place, so that a kill leaves the
+    old file or the new one.
     """
     scratch = file.with_suffix(".tmp")
     scratch.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def without_nan(value: Any) -> Any:
 
 @contextmanager
 def writing(flag: str, path: str | Path) -> Iterator[None]:
-    """Around the first use of a `path` that a flag names: ValueError if it cannot be written."""
+    """Wrap the first use of a `path` that a flag names: ValueError if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -138,13 +138,18 @@ def read_rows(file: Path) -> Iterator[dict]:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Text of each token, joining to the text of all. A character spread over several tokens stands
-    at the last of them, and the others are empty.
+    """Text of each token; joined, they are the text of all. A character spread over several tokens
+    belongs to the last of them, and the others are empty.
     """
-    texts, start, read = [], 0, 0  # ids[start:read] is context: a token may lose its space alone
-    decode = lambda part: tokenizer.decode(part, skip_special_tokens=False)
+
+    def decode(part: Sequence[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=False)
+
+    # ids[start:read] is context: decoded without it, a token may lose its leading space.
+    texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         before, now = decode(ids[start:read]), decode(ids[start:end])
+        # U+FFFD: the bytes so far do not make a character.
         whole = end == len(ids) or not now.endswith("\ufffd")
         texts.append(now[len(before) :] if whole else "")
         if whole:

@@ -27,8 +27,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id. Not `len(tokenizer)`: ids may have gaps, and a stop id behind
-    one would never be drawn.
+    """One more than the largest id. Not `len(tokenizer)`: ids may have gaps, and a stop id after
+    a gap would never be drawn.
     """
     return max(tokenizer.get_vocab().values()) + 1
 
@@ -83,8 +83,10 @@ def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def hub_rows(path: str) -> Iterable[dict[str, Any]]:
-    """Rows of a data set on the hub or in a directory: NAME, or NAME:CONFIG, then @SPLIT if it has
-    several splits.
+    """Rows of a data set on the hub or in a directory.
+
+    `path` is NAME[:CONFIG][@SPLIT]: openai/gsm8k:main@test is the split test of the configuration
+    main of openai/gsm8k. SPLIT may be left out if there is only one.
     """
     try:
         from datasets import load_dataset
@@ -176,7 +178,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]) 
 
 
 def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
-    """The prompt with `suffix` on a line of its own behind the text, or the last message."""
+    """The prompt with `suffix` on a line of its own after the text, or after the last message."""
     if not suffix:
         return prompt
     if isinstance(prompt, str):
@@ -186,10 +188,13 @@ def with_suffix(prompt: str | list[dict], suffix: str) -> str | list[dict]:
 
 def is_prompt(value: Any) -> bool:
     """Text, or chat messages with role and content."""
-    text = lambda x: isinstance(x, str)
-    messages = isinstance(value, list) and all(isinstance(m, dict) for m in value)
-    return text(value) or (
-        messages and all(text(m.get("role")) and text(m.get("content")) for m in value)
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
     )
 
 
@@ -220,29 +225,8 @@ def load_problems(
             if (prompt_key, label_key) != (PROMPT_COLUMNS[0], LABEL_COLUMNS[0]):
                 print0(f"{path}: prompts from column {prompt_key!r}, labels from {label_key!r}")
         kind = row.get("verifier") or "math"
-        for name in (prompt_key, *([label_key] if kind != "format" else [])):
-            if row.get(name) in (None, "", []):
-                raise ValueError(
-                    f"{where} has no {name!r}; every row needs a prompt and a label (columns: "
-                    f"{', '.join(row)}; --prompt-key and --label-key choose)."
-                )
-        try:
-            label = gradable(kind, row.get(label_key))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}.") from error
-        if not is_prompt(row[prompt_key]):
-            raise ValueError(
-                f"{where}: {prompt_key!r} must be text, or a list of chat messages that each have "
-                "a text `role` and a text `content`."
-            )
-        try:
-            prompt = render_prompt(tokenizer, with_suffix(row[prompt_key], prompt_suffix))
-            prompt.encode()  # tokenizers do not say what they have against half a surrogate pair
-            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        except (TemplateError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"{where}: the chat template or the tokenizer refuses the prompt: {error}."
-            ) from error
+        label = checked_label(where, row, kind, prompt_key, label_key)
+        prompt, ids = tokenized(where, tokenizer, with_suffix(row[prompt_key], prompt_suffix))
         if len(ids) > max_prompt_tokens:
             dropped += 1
             continue
@@ -257,6 +241,44 @@ def load_problems(
         )
         raise ValueError(f"{path} leaves no problem to work on: {why}.")
     return problems, dropped
+
+
+def checked_label(
+    where: str, row: dict[str, Any], kind: str, prompt_key: str, label_key: str
+) -> str:
+    """The label of a row as its verifier takes it; ValueError naming the place for a row without
+    prompt or label, or with one that cannot be used.
+    """
+    for name in (prompt_key, *([label_key] if kind != "format" else [])):
+        if row.get(name) in (None, "", []):
+            raise ValueError(
+                f"{where} has no {name!r}; every row needs a prompt and a label (columns: "
+                f"{', '.join(row)}; --prompt-key and --label-key choose)."
+            )
+    try:
+        label = gradable(kind, row.get(label_key))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from error
+    if not is_prompt(row[prompt_key]):
+        raise ValueError(
+            f"{where}: {prompt_key!r} must be text, or a list of chat messages that each have "
+            "a text `role` and a text `content`."
+        )
+    return label
+
+
+def tokenized(
+    where: str, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict]
+) -> tuple[str, list[int]]:
+    """The rendered prompt and its ids; ValueError naming the place if either step refuses it."""
+    try:
+        text = render_prompt(tokenizer, prompt)
+        text.encode()  # tokenizers raise nothing readable for half a surrogate pair
+        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{where}: the chat template or the tokenizer refuses the prompt: {error}."
+        ) from error
 
 
 def think_mode(think: str, problems: Sequence[Problem]) -> str:

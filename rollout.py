@@ -17,9 +17,10 @@ from tqdm import tqdm
 import distributed
 from config import Config
 from data import DataOrder, Problem, Rollout
+from distributed import progress_bar
 from rewards import has_format
 from sampler.engine import Sampler
-from sampler.groups import Grader, Group, evaluate, new_group, progress_bar, sample_groups
+from sampler.groups import Grader, Group, evaluate, new_group, sample_groups
 from sampler.sampling import MASK64, mix
 
 # `Sampler`, `evaluate` and `sample_groups` can be imported from here too, next to `collect`.
@@ -250,7 +251,8 @@ def collect(
         return empty_group(problems[index], number)
 
     sampler.counts.clear()
-    with progress_bar(config.prompts_per_step, f"step {step + 1} rollout", "group") as progress:
+    options = {"total": config.prompts_per_step, "unit": "group", "leave": False}
+    with progress_bar(what=f"step {step + 1} rollout", **options) as progress:
         collector = Collector(sampler, grader, config, next_group, progress)
         sampler.run(
             [],

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import algorithms
 import distributed
@@ -487,11 +486,8 @@ def train(config: Config, device: torch.device) -> Path:
             print0(
                 f"nothing to do: the run has {state.step} steps, --steps asks for {config.steps}."
             )
-        progress = tqdm(
-            total=config.steps,
-            initial=state.step,
-            desc=config.algorithm,
-            disable=distributed.rank() > 0 or None,  # None: tqdm shows no bar in a log file
+        progress = distributed.progress_bar(
+            what=config.algorithm, total=config.steps, initial=state.step
         )
         while state.step < config.steps and not distributed.any_rank(state.stop):
             metrics = train_step(run, state)

@@ -2,11 +2,12 @@
 
 The verifier is the reward. What it wrongly accepts is what the policy learns; what it cannot finish
 ends the run. So nothing here evaluates Python or simplifies symbolically, and nothing is equal "up
-to a tolerance": latex.py reads an answer into a typed value, algebra.py compares values exactly.
+to a tolerance": verifier/latex.py reads an answer into a typed value (verifier/values.py), and
+verifier/algebra.py compares values exactly.
 
     extraction   text after the last </think>; the last box; all boxes there must agree
     verdict      readings of answer and label compared; the reason is for the metrics
-    pool         Verifier: exec'd worker processes with a hard kill, for use in a trainer
+    Verifier     worker processes with a hard kill, for use in a trainer (verifier/pool.py)
 
     python verify.py --cases FILE.jsonl       one JSON verdict per {"response", "label"} line
     python verify.py --audit FILE.jsonl       what a label file will do, before training on it
@@ -16,27 +17,21 @@ to a tolerance": latex.py reads an answer into a typed value, algebra.py compare
 import argparse
 import collections
 import contextlib
-import ctypes
 import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import resource
-import select
-import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import files
-from verifier import algebra, latex
-from verifier.algebra import NoValue, TooBig, Unreadable
+from verifier import algebra, latex, pool, values
+from verifier.algebra import BUDGET
+from verifier.pool import Verdict, check_think
+from verifier.values import NoValue, TooBig, Unreadable, Value
 
 REASONS = {
     "ok": "the answer equals the label",
@@ -55,32 +50,7 @@ UNDECIDED = ("parse", "too_big", "timeout", "died")  # a rising share of these i
 
 MAX_BOX = 4000  # characters
 MAX_BOXES = 8  # different texts in the boxes of one response
-BUDGET_NS = 150_000_000  # of estimated work for one response, see algebra.set_budget
-PAIRS_PER_WORKER = 50_000
-
-
-class Verdict(NamedTuple):
-    """`correct`, the `reason` (a key of REASONS) and the text of the graded box, or None."""
-
-    correct: bool
-    reason: str
-    answer: str | None
-
-    @property
-    def score(self) -> float:
-        """The reward of the response, in [0, 1]."""
-        return float(self.correct)
-
-
-class PartVerdict(Verdict):
-    """A Verdict whose score need not be 0 or 1: the share of tests passed, say (rewards.py)."""
-
-    score = 0.0
-
-    def __new__(cls, correct, reason, answer, score):
-        verdict = super().__new__(cls, correct, reason, answer)
-        verdict.score = score
-        return verdict
+BUDGET_NS = 150_000_000  # of estimated work for one response, see algebra.Budget
 
 
 class Extraction(NamedTuple):
@@ -93,14 +63,9 @@ class Extraction(NamedTuple):
 
 # --- Extraction -----------------------------------------------------------------------------------
 
+# \Z: a response cut off right after \boxed has an unfinished last box; no earlier one counts
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:\{|\Z)")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-def check_think(think: str) -> None:
-    """ValueError for an unknown treatment of thinking tags."""
-    if think not in ("auto", "require", "none"):
-        raise ValueError(f"think must be auto, require or none, not {think!r}")
 
 
 def final_part(response: str, think: str) -> str | None:
@@ -108,19 +73,22 @@ def final_part(response: str, think: str) -> str | None:
     check_think(think)
     if think == "none":
         return response
+    # A thought opened after the last answer: the response was cut off in it, and nothing counts.
+    # Under "require" the prompt opened the thought, so no end tag means the same
     end = response.rfind("</think>")
     if response.rfind("<think>") > end or (think == "require" and end < 0):
         return None
     return response[end + len("</think>") :] if end >= 0 else response
 
 
-def closing_brace(text, start):
+def closing_brace(text: str, start: int) -> int:
     """Index of the brace that closes the one just before `start`; escaped braces do not count."""
     depth = 1
     for match in BRACE.finditer(text, start, start + MAX_BOX + 1):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return match.start()
+    # The search stopped at the limit, or the text ended with the box still open
     raise TooBig if len(text) > start + MAX_BOX else Unreadable
 
 
@@ -130,6 +98,7 @@ def extract(response: str, think: str = "auto") -> Extraction:
     if final is None:
         return Extraction(None, "no_think_end")
     raw, latest = {}, None  # an ordered set, last box first
+    # From the back: the last box is the answer, and a sweep over all answers stops after a few
     for start in reversed([match.end() for match in BOX.finditer(final)]):
         if latest and final.startswith(latest, start):
             continue  # a response stuck in a loop has 100,000 equal boxes
@@ -141,23 +110,26 @@ def extract(response: str, think: str = "auto") -> Extraction:
             return Extraction(None, "too_big")
         except Unreadable:
             return Extraction(None, "unbalanced")
-        if len(raw) > 2 * MAX_BOXES:
+        if len(raw) > 2 * MAX_BOXES:  # enough to tell a hedge
             break
     if not raw:
         return Extraction(None, "no_box")
-    answer, *others = dict.fromkeys(map(clean, raw))
+    answer, *others = dict.fromkeys(map(clean, raw))  # each text once
     return Extraction(answer, "ok" if answer else "empty", tuple(others))
 
 
 def clean(text: str) -> str:
     """Strip white space, and dollar signs or boxes that enclose the whole text."""
     for _ in range(6):
+        # Wrappers nest, as in $\boxed{$3$}$. Six rounds, since a hostile answer nests thousands
         before, text = text, text.strip()
+        # The outer signs of "$1$, $2$" belong to two formulas and must stay
         if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:
             text = text[1:-1]
         box = BOX.match(text)
         if box and len(text) < 2 * MAX_BOX and text.endswith("}"):
             try:
+                # \boxed{3}\boxed{4} begins and ends like one box, but would read as the product 12
                 if closing_brace(text, box.end()) == len(text) - 1:
                     text = text[box.end() : -1]
             except (TooBig, Unreadable):
@@ -173,37 +145,42 @@ _LOCK = threading.RLock()  # the precision and the cached constants of mpmath ar
 
 
 @functools.lru_cache(2048)
-def read_and_price(text):
+def read_and_price(text: str) -> tuple[list[Value], float]:
     """All readings of a text, and the work that reading took."""
-    before = algebra.budget_left()
-    return latex.read(text), before - algebra.budget_left()
+    before = BUDGET.left
+    return latex.read(text), before - BUDGET.left
 
 
-def read(text):
+def read(text: str) -> list[Value]:
     """All readings. The price is charged on every use, so that the cache changes no verdict."""
-    before = algebra.budget_left()
+    before = BUDGET.left
     readings, price = read_and_price(text)
-    algebra.set_budget(before)
-    algebra.charge(price)
+    # Undo what a miss has charged: hit and miss must pay the same
+    BUDGET.left = before
+    BUDGET.charge(price)
     return readings
 
 
-def compare(pred, label):
+def compare(pred: str, label: str) -> str:
     """The reason (a key of REASONS) for two texts without their wrappings."""
     if not pred or not label:
         return "empty"
-    if pred == label:
+    if pred == label:  # also where nobody can read them: a label \int x dx is matched by itself
         return "ok"
+    # Many labels are plain integers: the same verdict as below, without parsing
+    # re.ASCII, because int() takes the digits of every script: a full-width 42 must not pass
     if all(re.fullmatch(r"-?\d{1,18}", text, re.ASCII) for text in (pred, label)):
         return "ok" if int(pred) == int(label) else "wrong"
     if max(len(pred), len(label)) > MAX_BOX:
         return "too_big"
     try:
         pairs = itertools.product(read(pred), read(label))
+    # Before Unreadable, of which it is a subclass: 18 = 19 was understood and is wrong
     except NoValue:
         return "wrong"
     except Unreadable:
         return "parse"
+    # An ambiguous text has several readings (48,625 is a number or a list); any pair may match
     reason = "wrong"
     for pair in pairs:
         try:
@@ -216,7 +193,7 @@ def compare(pred, label):
     return reason
 
 
-def judge(pred, label):
+def judge(pred: str, label: str) -> str:
     """`compare` without exceptions: what goes wrong is a reason too."""
     try:
         return compare(clean(pred), clean(label))
@@ -230,7 +207,7 @@ def equal(pred: str, label: str) -> Verdict:
     """Compare two answers by value -> Verdict. Equal texts are right, an empty one never is."""
     pred, label = ("" if text is None else str(text) for text in (pred, label))
     with _LOCK:
-        algebra.set_budget(BUDGET_NS)
+        BUDGET.left = BUDGET_NS
         reason = judge(pred, label)
     return Verdict(reason == "ok", reason, pred)
 
@@ -246,8 +223,9 @@ def verify(response: str, label: str, think: str = "auto") -> Verdict:
     found = extract(response, think)
     if found.status != "ok":
         return Verdict(False, found.status, found.answer)
+    # One budget for all boxes of a response, so that more boxes buy no more work
     with _LOCK:
-        algebra.set_budget(BUDGET_NS)
+        BUDGET.left = BUDGET_NS
         reason = judge(found.answer, label)
         for other in found.others:
             # It must fit the label as well: 50% equals both 0.5 and 50, which are not equal
@@ -258,204 +236,20 @@ def verify(response: str, label: str, think: str = "auto") -> Verdict:
     return Verdict(reason == "ok", reason, found.answer)
 
 
-# --- Worker processes -----------------------------------------------------------------------------
+class Verifier(pool.Verifier):
+    """The worker pool of verifier/pool.py for mathematical answers."""
 
-
-def serve(verifiers=None):
-    """Answer [response, label, think, kind, seconds] lines by the fields of a PartVerdict.
-
-    verifiers: {kind: function of (response, label, think)}; by default the one of this file.
-    """
-    verifiers = verifiers or {"math": verify}
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the trainer
-        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-    for number in (signal.SIGINT, signal.SIGTERM):  # both are for the trainer
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # a stray print must not break the protocol
-    equal("\\sqrt{2}", "\\frac{1}{2}")  # warm up
-    print("ready", file=replies, flush=True)
-    for line in requests:
-        response, label, think, kind, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # the last line of defence: it kills
-        verdict = verifiers[kind](response, label, think)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps([*verdict, verdict.score]), file=replies, flush=True)
-
-
-class Child:
-    """A process that answers lines with lines, in a process group of its own that ends with it.
-
-    It is exec'd and never forked, because the trainer holds CUDA and NCCL state.
-    """
-
-    def __init__(self):
-        self.process, self.rest = None, b""
-
-    def start(self, command, env, **options):
-        """Run `command` and wait for its first line, "ready"."""
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, env=env, start_new_session=True, **options
-        )
-        self.rest = b""
-        os.set_blocking(self.process.stdin.fileno(), False)
-        try:
-            self.exchange(b"", time.monotonic() + 60)
-        except (TimeoutError, EOFError):
-            self.stop()
-            raise RuntimeError(
-                f"a verifier worker does not start; run `{' '.join(command)}` to see why"
-            ) from None
-
-    def stop(self):
-        """Kill the whole group."""
-        if self.process:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it is dead already
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
-            self.process = None
-
-    def exchange(self, data, deadline):
-        """Send `data`, return the next line of reply; TimeoutError at the deadline."""
-        stdin, stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        poll = select.poll()  # select() fails on descriptors above 1023
-        poll.register(stdout, select.POLLIN)
-        if data:
-            poll.register(stdin, select.POLLOUT)
-        while b"\n" not in self.rest:
-            ready = dict(poll.poll(max(0, 1000 * (deadline - time.monotonic()))))
-            if not ready:
-                raise TimeoutError
-            if stdin in ready:
-                data = data[os.write(stdin, data[: 1 << 16]) :]
-                if not data:
-                    poll.unregister(stdin)
-            if stdout in ready:
-                chunk = os.read(stdout, 1 << 16)
-                if not chunk:
-                    raise EOFError
-                self.rest += chunk
-        line, _, self.rest = self.rest.partition(b"\n")
-        return line
-
-
-class Worker(Child):
-    """One grading process: started when needed, killed at the deadline, replaced now and then."""
-
-    def __init__(self, script=None):
-        super().__init__()
-        self.script, self.served = script, 0
-
-    def launch(self):
-        """Start the process without the devices and without a place in the process group."""
-        scrubbed = {
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        }
-        env = {key: value for key, value in os.environ.items() if key not in scrubbed}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self.served = 0
-        self.start([sys.executable, os.path.abspath(self.script or __file__), "--worker"], env)
-
-    def grade(self, response, label, think, kind, timeout_s):
-        """One request in a living worker -> Verdict."""
-        if self.process is None or self.served >= PAIRS_PER_WORKER:
-            self.stop()
-            self.launch()
-        self.served += 1
-        response, label = (None if text is None else str(text) for text in (response, label))
-        request = json.dumps([response, label, think, kind, 2 * timeout_s + 1]).encode() + b"\n"
-        try:
-            return PartVerdict(*json.loads(self.exchange(request, time.monotonic() + timeout_s)))
-        except TimeoutError:
-            reason = "timeout"
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            reason = "died"
-        self.stop()
-        return Verdict(False, reason, None)
-
-
-class Verifier:
-    """A pool of worker processes for a trainer, for use from any number of threads.
-
-    num_workers: processes. timeout_s: seconds for a pair from its dispatch to a worker; then the
-    worker is killed, the verdict is (False, "timeout", None), and the next pair gets a new process.
-    """
-
-    script, kinds = None, ("math",)  # the program of the workers (this file), what they grade
-
-    def __init__(self, num_workers: int = 2, timeout_s: float = 2.0):
-        self.timeout_s, self.workers, self.local = timeout_s, [], threading.local()
-        # Each thread of the pool owns one worker: PDEATHSIG follows the thread that started a child
-        self.pool = ThreadPoolExecutor(num_workers, "verify", self._own_worker)
-        for _ in range(num_workers):
-            self.pool.submit(self._warm_up)
-
-    def _own_worker(self):
-        self.local.worker = Worker(self.script)
-        self.workers.append(self.local.worker)
-
-    def _warm_up(self):
-        if self.local.worker.process is None:
-            self.local.worker.launch()
-
-    def _grade(self, response, label, think, kind):
-        seconds = self.seconds(label, kind)
-        return self.local.worker.grade(response, label, think, kind, seconds)
-
-    def seconds(self, label: str, kind: str) -> float:
-        """The time limit of one pair."""
-        return self.timeout_s
-
-    def submit(self, response: str, label: str, think: str = "auto", kind: str = "math") -> Future:
-        """Start to grade a response; `.result()` of the future is its Verdict."""
-        check_think(think)
-        if kind not in self.kinds:
-            raise ValueError(f"this pool grades {', '.join(self.kinds)}, not {kind!r}")
-        return self.pool.submit(self._grade, response, label, think, kind)
-
-    def equal(self, a: str, b: str, kind: str = "math") -> bool:
-        """Whether two answers are equal by value; in a worker, as comparing them can hang too."""
-        return self.submit(f"\\boxed{{{a}}}", b, "none", kind).result().correct
-
-    def score(
-        self, pairs: Iterable[tuple[str, str]], think: str = "auto", kind: str = "math"
-    ) -> list[Verdict]:
-        """Grade (response, label) pairs -> list of Verdict in the same order."""
-        futures = [self.submit(response, label, think, kind) for response, label in pairs]
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """Drop what has not started and end the worker processes."""
-        self.pool.shutdown(cancel_futures=True)
-        for worker in self.workers:
-            worker.stop()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+    script, kinds = __file__, ("math",)
 
 
 @functools.cache
 def version(*more: str) -> str:
-    """Twelve hex digits that change with the sources of the verifier, and with the files `more`: a
-    label for every number.
+    """Twelve hex digits that change with the sources of the verifier, and with the files `more`.
+
+    Reports show it, because two numbers compare only if one verifier made both.
     """
     digest = hashlib.sha256()
-    for source in (__file__, latex.__file__, algebra.__file__, *more):
+    for source in (__file__, latex.__file__, values.__file__, algebra.__file__, *more):
         with open(source, "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()[:12]
@@ -464,8 +258,11 @@ def version(*more: str) -> str:
 # --- Command line ---------------------------------------------------------------------------------
 
 
-def read_jsonl(path: str, *required: tuple[str, ...]) -> list[dict]:
-    """The objects of a JSONL file; each must have one key of every group in `required`."""
+def rows_with(path: str, *required: tuple[str, ...]) -> list[dict]:
+    """The rows of a JSONL file, each with one key at least of every group in `required`.
+
+    Exits with one sentence where a row has none, or the file cannot be read.
+    """
     rows = []
     try:
         for where, row in files.read_jsonl(path):
@@ -481,31 +278,32 @@ def read_jsonl(path: str, *required: tuple[str, ...]) -> list[dict]:
 OPTION = re.compile(r"(\\\w+\{)?\(?[A-E]\)?\}?")  # a letter: B, (B), \text{B}
 
 
-def label_kind(label: str) -> tuple[str, tuple | None]:
-    """How a label will be graded -> (kind, its first reading or None)."""
+def label_kind(label: str) -> tuple[str, str | None]:
+    """How a label will be graded, and as what it is read: "list", "set", "text", ... or None."""
+    # Not even its own text is right: the label is empty or its braces do not close
     if not verify(f"\\boxed{{{label}}}", label).correct:
         return "can never be matched", None
     with contextlib.suppress(Unreadable, TooBig, RecursionError):
-        algebra.set_budget(BUDGET_NS)
+        BUDGET.left = BUDGET_NS
         reading = read(clean(str(label)))[0]
         if algebra.same(reading, reading):
-            return "matched by value", reading
+            return "matched by value", type(reading).__name__.lower()
     return "matched only by the same text", None
 
 
 def audit(path: str) -> int:
     """Print what the labels of a file will do; 1 if one of them can never be matched."""
-    rows, found = read_jsonl(path, ("label", "answer", "verifier")), collections.defaultdict(list)
+    rows, found = rows_with(path, ("label", "answer", "verifier")), collections.defaultdict(list)
     for row in rows:
         if row.get("verifier", "math") != "math":
             found[f"  {row['verifier']}, for rewards.py --audit"].append("")
             continue
         label = row.get("label", row.get("answer"))
-        kind, reading = label_kind(label)
-        found["matched as words" if reading and reading[0] == "text" else kind].append(label)
+        kind, value = label_kind(label)
+        found["matched as words" if value == "text" else kind].append(label)
         if not clean(str(label)):
             found["  empty"].append(label)
-        if reading and reading[0] in ("list", "set"):
+        if value in ("list", "set"):
             found["  several values"].append(label)
         if OPTION.fullmatch(clean(str(label))):
             found["  multiple choice"].append(label)
@@ -519,8 +317,8 @@ def audit(path: str) -> int:
 def explain(text: str) -> str:
     """In words: how a text is read."""
     try:
-        algebra.set_budget(BUDGET_NS)
-        kinds = dict.fromkeys(algebra.KINDS[reading[0]] for reading in read(clean(text)))
+        BUDGET.left = BUDGET_NS
+        kinds = dict.fromkeys(reading.kind for reading in read(clean(text)))
     except (Unreadable, TooBig) as error:
         return f"cannot be read: {error}"
     return "is read as " + " or ".join(kinds)
@@ -538,11 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", action="store_true", help="serve a Verifier (internal)")
     args = parser.parse_args(argv)
     if args.worker:
-        return serve()
+        pool.serve({"math": verify})
+        return 0
     if args.audit:
         return audit(args.audit)
     if args.cases:
-        for case in read_jsonl(args.cases, ("response",), ("label",)):
+        for case in rows_with(args.cases, ("response",), ("label",)):
             response, label = str(case["response"]), str(case["label"])
             verdict = verify(response, label, case.get("think", args.think))
             print(json.dumps(verdict._asdict()))

@@ -42,8 +42,10 @@ THINK_TAGS = ["<think>", "</think>"]
 WORDS = ["system", "user", "assistant", "\n", " ", "=", "\\boxed{", "}", *string.digits]
 WORDS += [f"{sign}{digit}" for sign in "+-" for digit in string.digits]
 WORDS += [f" {label}:" for label in LABELS]
+# The last alternative takes any other character, so that no text fails
 PIECES = r"system|user|assistant|\\boxed\{| [a-z]:|[+-][0-9]|[\s\S]"  # how text is cut into words
 RESPONSE = re.compile(r"<think>(?: [a-z]:\d[+-]\d=\d)+</think>\\boxed\{(\d)\}")
+# The template ends before <think>: the model writes it
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -97,6 +99,7 @@ def write_response(start, operations, rng=None, slips=None):
 
 def make_problems(seed=0):
     """Both splits as lists of dicts, balanced over step counts; no prompt occurs twice."""
+    # A generator of its own, so that --check gets the committed problems bit for bit
     rng, seen, splits = random.Random(seed), set(), {}
     for split, count in PROBLEMS_PER_STEP_COUNT.items():
         problems = []
@@ -123,6 +126,7 @@ def make_tokenizer(words=WORDS, pieces=PIECES):
     vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS + THINK_TAGS + words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+    # The words hold their own spaces; without this decoder there would be more between them
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL_TOKENS])
     # Think tags are not special: decoding with skip_special_tokens must keep them.
@@ -169,6 +173,7 @@ def make_batch(tokenizer, rng, step_counts, slips, held_out):
     while len(rows) < BATCH_SIZE:
         start, operations = draw_chain(rng, rng.choice(step_counts))
         prompt = write_prompt(start, operations)
+        # Trained on, it would test the model's memory
         if prompt in held_out:
             continue
         response = write_response(start, operations, rng, slips) + tokenizer.eos_token
@@ -199,10 +204,12 @@ def fit(model, batches: Iterable, rates: Sequence[float], stage, target_loss=Non
 
     Raises SystemExit when the target is missed: a base model that cannot add is useless."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    # A running mean over some 20 updates. It starts high, so that one lucky batch ends no stage
     running, bar = 1.0, tqdm(rates, desc=stage)
     for rate, (input_ids, labels) in zip(bar, batches, strict=False):
         optimizer.param_groups[0]["lr"] = rate
         logits = model(input_ids).logits[:, :-1]
+        # Position t predicts token t + 1; cross_entropy wants the vocabulary in dimension 1
         loss = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -220,7 +227,9 @@ def fit(model, batches: Iterable, rates: Sequence[float], stage, target_loss=Non
 def measure(model, tokenizer, problems, samples):
     """Print accuracy by number of steps, format and lengths; `samples` 0 means greedy decoding."""
     chats = [chat_prompt(tokenizer, p["prompt"]) for p in problems]
+    # On the left, so that every row goes on from its last column
     inputs = tokenizer(chats, return_tensors="pt", padding=True, padding_side="left")
+    # top_k 0, or a default of transformers may cut off the tail of the distribution
     sampling = dict(do_sample=True, top_k=0, num_return_sequences=samples)
     how = sampling if samples else dict(do_sample=False)
     output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **how)

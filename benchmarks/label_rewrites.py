@@ -2,34 +2,47 @@
 
 A recipe knows the value behind its label (two integers, the roots of a polynomial, the ends of an
 interval), so its rewrites and edits are written from the value and not from the text. Shapes follow
-what real label files contain; the labels are our own. Each recipe returns (label, answers of the
-same value, answers of another value), where `;;` and line ends separate answers.
+what real label files contain; the labels are our own. RECIPES, at the end, lists them.
 """
 
 import math
 import random
+from collections.abc import Sequence
 from fractions import Fraction
-
-RECIPES = []
-
-
-def recipe(function):
-    """Add a function (random numbers) -> (label, same, other) to RECIPES."""
-    RECIPES.append(function)
-    return function
+from typing import NamedTuple
 
 
-def texts(block):
-    """The answers of a block, which `;;` or line ends separate."""
+class Case(NamedTuple):
+    """A label, answers of the same value, answers of another value.
+
+    `;;` and line ends separate answers.
+    """
+
+    label: str
+    same: str
+    edits: str
+
+
+class Pair(NamedTuple):
+    """A response to grade against a label; expected: whether its `answer` equals the label."""
+
+    response: str
+    label: str
+    expected: bool
+    answer: str
+
+
+def texts(block: str) -> list[str]:
+    """The answers of a block."""
     return [text.strip() for text in block.replace("\n", ";;").split(";;") if text.strip()]
 
 
-def frac(p, q):
-    """p / q in LaTeX, the sign before the fraction."""
+def frac(p: int, q: int) -> str:
+    """p/q as a fraction of LaTeX with the sign in front."""
     return f"{'-' if p < 0 else ''}\\frac{{{abs(p)}}}{{{q}}}"
 
 
-def poly(coefficients, name="x"):
+def poly(coefficients: Sequence[int], name: str = "x") -> str:
     """[c0, c1, c2] -> c2x^{2}+c1x+c0, without zero terms and unit coefficients."""
     out = ""
     for power in reversed(range(len(coefficients))):
@@ -40,21 +53,20 @@ def poly(coefficients, name="x"):
     return out
 
 
-def expanded(roots):
-    """Coefficients, lowest first, of the polynomial with these roots."""
+def expanded(roots: Sequence[int]) -> list[int]:
+    """Coefficients [c0, c1, ...] of the product of all (x - root)."""
     out = [1]
     for root in roots:
         out = [low - root * high for low, high in zip([0, *out], [*out, 0], strict=True)]
     return out
 
 
-def factored(roots, name="x"):
-    """The same polynomial as a product."""
+def factored(roots: Sequence[int], name: str = "x") -> str:
+    """(x-1)(x+2) for the roots 1, -2."""
     return "".join(f"({name}{-root:+d})" if root else name for root in roots)
 
 
-@recipe
-def integer(rng):
+def integer(rng: random.Random) -> Case:
     n = rng.choice((rng.randrange(2, 1000), rng.randrange(10**4, 10**9), -rng.randrange(2, 500)))
     k = rng.randrange(2, 9)
     same = rf"""{n}.0 ;; {n}. ;; {n * k}/{k} ;; {frac(n * k, k)} ;; x = {n} ;; {n + k} - {k}
@@ -66,16 +78,16 @@ def integer(rng):
         same += rf";; −{-n} ;; -\frac{{{-n * k}}}{{{k}}}"
     for mark in (",", "{,}", "\\,", ",\\!", "\\;") if n > 9999 else ():
         same += ";;" + f"{n:,}".replace(",", mark)
+    # 10^{-40} is far below what float64 can hold next to n: a tolerance would accept it
     edits = rf"""{n + 1} ;; {n - 1} ;; {-n} ;; {n}0 ;; {n}.5 ;; {n}, {n + 1} ;; \pm {n} ;; x \ne {n}
         {n} \text{{ or }} {n + k} ;; [{n - 1}, {n + 1}] ;; {n - 1} = {n} ;; x = {n - 1} = {n}
         {n}^2 ;; x^2 = {n} ;; {n}x ;; {n}i ;; \text{{not }} {n} ;; \approx {n} ;; {n} {k}
         {n} \text{{ to }} {n + k} ;; {n}\ldots ;; {n}+10^{{-40}} ;; {n}.0000001 ;; {n}_7
         \frac{{{n}}}{{0}} ;; ({n}, {n})"""
-    return rng.choice((f"{n}", f"${n}$", f"\\boxed{{{n}}}", f"{n}.")), same, edits
+    return Case(rng.choice((f"{n}", f"${n}$", f"\\boxed{{{n}}}", f"{n}.")), same, edits)
 
 
-@recipe
-def fraction(rng):
+def fraction(rng: random.Random) -> Case:
     q = rng.choice((2, 4, 5, 7, 8, 9, 12, 13, 16, 25, 101))
     p = rng.choice([p for p in range(1, 60) if math.gcd(p, q) == 1]) * rng.choice((1, 1, -1))
     k, sign, label, n = rng.randrange(2, 9), "-" if p < 0 else "", frac(p, q), abs(p)
@@ -93,20 +105,22 @@ def fraction(rng):
     decimal = f"{p / q:.12f}".rstrip("0")
     if Fraction(decimal) == Fraction(p, q):
         same += f";; {decimal} ;; {decimal}0"
+    # These repeat after six digits, or after one and so after six
     elif q in (7, 9, 13) and n < q:
         same += rf";; {sign}0.\overline{{{(10**6 - 1) * n // q:06d}}}"
     edits = rf"""{frac(q if p > 0 else -q, n)} ;; {frac(-p, q)} ;; {frac(p + q, q)} ;; {p}
         {p}:{q}
         {frac(p, q + 1)} ;; {label}, {label} ;; {label} + 10^{{-30}} ;; {label}x ;; {p}/{q}/2"""
+    # A rounded value is wrong: equality is exact
     for places in (1, 3, 8):
         if Fraction(f"{p / q:.{places}f}") != Fraction(p, q):
             edits += f";; {p / q:.{places}f}"
-    return rng.choice((label, f"${label}$", f"{p}/{q}", f"\\boxed{{{label}}}")), same, edits
+    return Case(rng.choice((label, f"${label}$", f"{p}/{q}", f"\\boxed{{{label}}}")), same, edits)
 
 
-@recipe
-def decimal(rng):
+def decimal(rng: random.Random) -> Case:
     places = rng.randrange(1, 5)
+    # The last digit is not 0, which could be left out
     n = rng.randrange(1, 10**5) * 10 + rng.choice((1, 2, 3, 5, 7, 9))
     text = f"{n // 10**places}.{n % 10**places:0{places}d}"
     same = rf"""{text}0 ;; \frac{{{n}}}{{{10**places}}} ;; {n}/{10**places} ;; \${text}
@@ -115,11 +129,10 @@ def decimal(rng):
         {n}\times 10^{{-{places}}}"""
     edits = rf"""-{text} ;; {n} ;; {n + 1}e-{places} ;; {text}1 ;; {n}e-{places + 1} ;; {text}x
         {text}, {text} ;; {text}\times 10 ;; {text}^2"""
-    return text, same, edits
+    return Case(text, same, edits)
 
 
-@recipe
-def scientific(rng):
+def scientific(rng: random.Random) -> Case:
     m, e = rng.randrange(101, 999), rng.choice((-27, -11, -8, -4, 5, 9, 16, 23))
     text = f"{m / 100:.2f}"
     same = rf"""{text}\times 10^{{{e}}} ;; {text} \cdot 10^{{{e}}} ;; {m}e{e - 2} ;; {text}E{e}
@@ -129,13 +142,13 @@ def scientific(rng):
     edits = rf"""{text}\times 10^{{{e + 1}}} ;; {(m + 1) / 100:.2f}e{e} ;; -{text}e{e}
         {text}e{-e}
         0 ;; {text} ;; {m}e{e}"""
-    return f"{text}e{e}", same, edits
+    return Case(f"{text}e{e}", same, edits)
 
 
-@recipe
-def radical(rng):
+def radical(rng: random.Random) -> Case:
     a, b = rng.choice([a for a in range(-9, 10) if a]), rng.randrange(2, 8)
     c, d = rng.choice((3, 5, 7, 11, 13)), rng.randrange(2, 6)
+    # With b = c the edit that swaps them would have the same value
     b = b + 1 if b == c else b
     label, value = rf"\frac{{{a}+{b}\sqrt{{{c}}}}}{{{d}}}", (a + b * math.sqrt(c)) / d
     same = rf"""({a}+{b}\sqrt{{{c}}})/{d} ;; ({a}+\sqrt{{{b * b * c}}})/{d} ;; ({a}+{b}√{c})/{d}
@@ -150,38 +163,37 @@ def radical(rng):
         \frac{{{a}+{b}\sqrt[3]{{{c}}}}}{{{d}}} ;; {a}+{b}\sqrt{{{c}}} ;; {value:.4f} ;; {value:.12f}
         \frac{{{a}\pm {b}\sqrt{{{c}}}}}{{{d}}} ;; \frac{{{a}+{b}\sqrt{{{c + 1}}}}}{{{d}}}
         {label}+10^{{-25}}"""
-    return label, same, edits
+    return Case(label, same, edits)
 
 
-@recipe
-def with_pi(rng):
+def with_pi(rng: random.Random) -> Case:
     (p, q), a = rng.choice(((1, 6), (5, 4), (7, 3), (20, 1), (3, 2), (40, 3))), rng.randrange(1, 9)
     share, value = frac(p, q) if q > 1 else str(p), a + p * math.pi / q
     same = rf"""{a}+\frac{{{p}\pi}}{{{q}}} ;; {a}+{p}\pi/{q} ;; {share}π+{a} ;; {a}+{p}π/{q}
         {a}+\frac{{\pi}}{{{q}}}\cdot {p} ;; {a}+\frac{{{p * 2}}}{{{q * 2}}}\pi ;; r={a}+{share}\pi
         {a}+{p}\arccos(-1)/{q} ;; {a}+{p * 2}\arcsin(1)/{q}"""
+    # Decimals and 22/7 are near pi and are not pi
     edits = rf"""{a}+{share} ;; {a}-{share}\pi ;; {value:.2f} ;; {value:.14f} ;; {a}+{share}\pi^2
         {a}+\frac{{{p * 22}}}{{{q * 7}}} ;; {a}+{frac(p + 1, q)}\pi ;; {a}+{share}\pi x
         {a + 1}+{share}\pi"""
-    return rf"{a}+{share}\pi", same, edits
+    return Case(rf"{a}+{share}\pi", same, edits)
 
 
-@recipe
-def big(rng):
+def big(rng: random.Random) -> Case:
     base, n, f = rng.choice((2, 3, 5, 6)), rng.randrange(40, 400), rng.randrange(10, 60)
     same = rf"""{base}^{{{n - 3}}} \cdot {base**3} \cdot {f}!
         {f}\cdot {f - 1}! \cdot {base}^{{{n}}}
         {base * base}^{{{n // 2}}} \cdot {base ** (n % 2)} \times {f}! ;; {base}^{n} \cdot {f}!
         \frac{{{f + 1}!}}{{{f + 1}}} {base}^{{{n}}} ;; {base}^{{{n}}}\cdot {math.factorial(f)}"""
+    # Numbers of up to 400 digits, of which float64 cannot tell n from n + 1
     edits = rf"""{base}^{{{n - 1}}} \cdot {f}! ;; {base}^{{{n}}} \cdot {f + 1}! ;; {base}^{{{n}}}
         {f}!
         {base}^{{{n}}} \cdot {f}! + 1 ;; \frac{{{f}!}}{{{base}^{{{n}}}}}
         -{base}^{{{n}}} \cdot {f}!"""
-    return rf"{base}^{{{n}}} \cdot {f}!", same, edits
+    return Case(rf"{base}^{{{n}}} \cdot {f}!", same, edits)
 
 
-@recipe
-def quantity(rng):
+def quantity(rng: random.Random) -> Case:
     n, (unit, long, other) = rng.randrange(2, 400), rng.choice((
         ("cm", "centimeters", "m"), ("km", "kilometers", "cm"), ("inches", "in", "feet"),
         ("kg", "kilograms", "g"), ("hours", "hrs", "minutes"),
@@ -191,15 +203,17 @@ def quantity(rng):
         {n}\mbox{{ {long}}}{power} ;; {n}.0 \text{{ {word}{long}}}
         x = {n} \text{{ {unit}}}{power}
         {n * 3}/3\ \text{{{unit}}}{power}"""
+    # Units are never converted
     edits = rf"""{n}\text{{ {other}}}{power} ;; {n + 1}\text{{ {unit}}}{power} ;; {n + 1} ;; -{n}
         {n}\text{{ {unit}}}^4 ;; {n} \% ;; {n}^\circ ;; {n} x"""
-    return rf"{n}\text{{ {unit}}}{power}", same, edits
+    return Case(rf"{n}\text{{ {unit}}}{power}", same, edits)
 
 
-@recipe
-def angle_percent_money(rng):
+def angle_percent_money(rng: random.Random) -> Case:
+    # Not 90, because 180 - n is an edit
     n, c = rng.choice([n for n in range(3, 178) if n != 90]), rng.randrange(10, 100)
-    return rng.choice((
+    # The same angle in radians is wrong: no unit is converted
+    case = rng.choice((
         (rf"{n}^\circ",
          rf"{n} ;; {n}^{{\circ}} ;; {n}° ;; {n}\text{{ degrees}} ;; \angle A = {n}^\circ",
          rf"{n + 1}^\circ ;; {180 - n}^\circ ;; \frac{{{n}\pi}}{{180}} ;; {n}\text{{ m}} ;; -{n}°"),
@@ -209,10 +223,11 @@ def angle_percent_money(rng):
         (rf"\${n}.{c}", rf"{n}.{c} ;; \${n}.{c}0 ;; {n}.{c}\text{{ dollars}} ;; $\${n}.{c}$",
          rf"\${n}.{c}1 ;; {n}.{c}\text{{ cents}} ;; \${n} ;; -\${n}.{c} ;; €{n}.{c}"),
     ))  # fmt: skip
+    return Case(*case)
 
 
-@recipe
-def tuples(rng):
+def tuples(rng: random.Random) -> Case:
+    # Without repetition, or swapping two would change nothing
     values = rng.sample(range(-30, 300), rng.randrange(2, 5))
     a, b, *rest = text = [str(v) for v in values]
     inner, loose = ",".join(text), ",\\ ".join(text)
@@ -225,11 +240,10 @@ def tuples(rng):
         \{{{inner}\}} ;; ({",".join([str(values[0] + 1), b, *rest])})
         {"".join(text).replace("-", "")}
         ({inner}),({inner}) ;; {a}"""
-    return f"({inner})", same, edits
+    return Case(f"({inner})", same, edits)
 
 
-@recipe
-def lists(rng):
+def lists(rng: random.Random) -> Case:
     values = rng.sample(range(-20, 60), rng.randrange(2, 6))
     text = [str(v) for v in values]
     mixed = rng.sample(text, len(text))
@@ -240,11 +254,11 @@ def lists(rng):
     edits = rf"""{",".join([str(values[0] + 100), *text[1:]])} ;; {",".join(text[1:])}
         {",".join(text)},77
         {",".join(text)},{text[0]} ;; {text[0]} ;; [{",".join(text)}]"""
-    return ",".join(text), same, edits
+    return Case(",".join(text), same, edits)
 
 
-@recipe
-def tuple_lists(rng):
+def tuple_lists(rng: random.Random) -> Case:
+    # a < b in every pair, so a swapped pair is a new one
     pairs = [(a, b) for a in range(-5, 6) for b in range(6, 12)]
     (a, b), *rest = chosen = rng.sample(pairs, rng.randrange(2, 7))
     text, rest = [f"({x},{y})" for x, y in chosen], "".join(f",({x},{y})" for x, y in rest)
@@ -253,11 +267,10 @@ def tuple_lists(rng):
     same = rf"{', '.join(mixed)} ;; \{{{','.join(mixed)}\}} ;; ${'$, $'.join(mixed)}$ ;; {joined}"
     edits = rf"""{",".join(mixed[1:])} ;; ({b},{a}){rest} ;; ({a},{b + 20}){rest} ;; [{a},{b}]{rest}
         {",".join(text)},(9,1)"""
-    return ",".join(text), same, edits
+    return Case(",".join(text), same, edits)
 
 
-@recipe
-def plus_minus(rng):
+def plus_minus(rng: random.Random) -> Case:
     a, c = rng.randrange(1, 9), rng.choice((2, 3, 5, 19))
     high, low = rf"{a}+\sqrt{{{c}}}", rf"{a}-\sqrt{{{c}}}"
     same = rf"""{a} \pm \sqrt{{{c}}} ;; {low}, {high} ;; \{{{high},{low}\}} ;; {a}±√{c}
@@ -265,11 +278,10 @@ def plus_minus(rng):
         x={low} \text{{ or }} x={high}"""
     edits = rf"""{high} ;; {low} ;; {a}\pm\sqrt{{{c + 1}}} ;; {high},{high} ;; {high},{low},{a}
         -{a}\pm\sqrt{{{c}}} ;; \pm({high})"""
-    return rng.choice((rf"{a} \pm \sqrt{{{c}}}", f"{high},{low}")), same, edits
+    return Case(rng.choice((rf"{a} \pm \sqrt{{{c}}}", f"{high},{low}")), same, edits)
 
 
-@recipe
-def interval(rng):
+def interval(rng: random.Random) -> Case:
     a = rng.randrange(-20, 20)
     b, left, right = a + rng.randrange(1, 30), rng.choice("(["), rng.choice(")]")
     below, above = "<" if left == "(" else "\\le", "<" if right == ")" else "\\leq"
@@ -281,15 +293,14 @@ def interval(rng):
         {left}{a},{b + 1}{right}
         {left}{a - 1},{b}{right} ;; {left}{a},\infty) ;; {a} ;; \{{{a},{b}\}} ;; x {above} {b}
         {left}{b},{a}{right} ;; {left}{a},{b}{right} \cup [{b + 2},{b + 3}]"""
-    return f"{left}{a},{b}{right}", same, edits
+    return Case(f"{left}{a},{b}{right}", same, edits)
 
 
-@recipe
-def rays(rng):
+def rays(rng: random.Random) -> Case:
     a = rng.randrange(-20, 20)
     b = a + rng.randrange(1, 30)
     outside = rf"(-\infty,{a})\cup({b},\infty)"
-    return rng.choice((
+    case = rng.choice((
         (rf"[{a},\infty)",
          rf"x \ge {a} ;; x >= {a} ;; {a} \le x ;; [{a}, ∞) ;; [{a},+\infty) ;; x≥{a} ;; [{a},oo)",
          rf"x > {a} ;; x \le {a} ;; ({a},\infty) ;; [{a + 1},\infty) ;; {a} ;; [{a},{b}]"),
@@ -305,10 +316,10 @@ def rays(rng):
         (rf"k \geqslant {a}", rf"k \ge {a} ;; [{a},\infty) ;; {a} \leqslant k",
          rf"n \ge {a} ;; k > {a} ;; k \le {a} ;; {a}"),
     ))  # fmt: skip
+    return Case(*case)
 
 
-@recipe
-def polynomial(rng):
+def polynomial(rng: random.Random) -> Case:
     roots, name = rng.sample(range(-7, 8), rng.choice((2, 3))), rng.choice("xtnk")
     c = expanded(roots)
     shown, product = poly(c, name), factored(roots, name)
@@ -319,9 +330,10 @@ def polynomial(rng):
     edits = rf"""{poly([c[0] + 1, *c[1:]], name)} ;; {poly([-v for v in c], name)} ;; {poly(c, "y")}
         {factored([roots[0] + 1, *roots[1:]], name)} ;; {product}{name} ;; 2{product}
         {shown} + 10^{{-30}}"""
-    return rng.choice((shown, product, f"${shown}$")), same, edits
+    return Case(rng.choice((shown, product, f"${shown}$")), same, edits)
 
 
+# Three lines each: a label, its rewrites, its edits
 FORMULAS = r"""
 \frac{n(n+1)}{2}
     \frac{n^2+n}{2} ;; n(n+1)/2 ;; \binom{n+1}{2} ;; \frac12 n(n+1) ;; 0.5n^2+\frac n2 ;; (n+1)n/2
@@ -359,40 +371,38 @@ C_{1} \cos (2 t)+C_{2} \sin (2 t)
 """
 
 
-@recipe
-def formula(rng):
+def formula(rng: random.Random) -> Case:
     lines = FORMULAS.strip().split("\n")
     k = 3 * rng.randrange(len(lines) // 3)
-    return lines[k], lines[k + 1], lines[k + 2]
+    return Case(lines[k], lines[k + 1], lines[k + 2])
 
 
-@recipe
-def assignment(rng):
+def assignment(rng: random.Random) -> Case:
     m, c, k = rng.randrange(2, 9), rng.randrange(1, 9), rng.randrange(2, 5)
     if rng.random() < 0.5:
         same = f"{m}x+{c} ;; f(x)={c}+{m}x ;; f(x) = {k * m}x/{k} + {c} ;; f(t)={m}t+{c}"
+        # Only the argument may have another name, not the function
         edits = f"f(x)={m}x ;; g(x)={m}x+{c} ;; {m}x-{c} ;; f(x)={m}x+{c}, f(x)=x ;; f(t)={m}x+{c}"
-        return f"f(x)={m} x+{c}", same, edits
+        return Case(f"f(x)={m} x+{c}", same, edits)
     same = rf"""{m}x+{c} ;; y={c}+{m}x ;; {m}x - y + {c} = 0 ;; {k}y = {k * m}x + {k * c}
         y = {m}(x+\frac{{{c}}}{{{m}}})"""
     edits = f"""{m}x-{c} ;; y={m + 1}x+{c} ;; z = {m}x+{c} ;; x = {m}y+{c} ;; {m}x + y + {c} = 0
         y={c} ;; {m}t+{c} ;; y=y"""
-    return f"y = {m}x + {c}", same, edits
+    return Case(f"y = {m}x + {c}", same, edits)
 
 
-@recipe
-def equation(rng):
+def equation(rng: random.Random) -> Case:
     a, b, c = rng.randrange(2, 20), rng.randrange(20, 40), rng.randrange(1, 9)
     same = rf"""{2 * a}x - {2 * b}y + {2 * c} = 0 ;; {a}x + {c} = {b}y ;; -{a}x+{b}y-{c}=0
         {b}y-{a}x = {c} ;; y=\frac{{{a}x+{c}}}{{{b}}}"""
     edits = rf"""{a}x - {b}y - {c} = 0 ;; {a}x + {b}y + {c} = 0 ;; {a}x-{b}y+{c} ;; 0=0
         {a}x - {b}y + {c} = 1 ;; {a + 1}x - {b}y + {c} = 0 ;; {a}x - {b}z + {c} = 0
         {a}x - {b}y + {c} \ge 0"""
-    return f"{a}x - {b}y + {c} = 0", same, edits
+    return Case(f"{a}x - {b}y + {c} = 0", same, edits)
 
 
-@recipe
-def matrix(rng):
+def matrix(rng: random.Random) -> Case:
+    # b and c come from ranges that do not overlap, so the transpose is another matrix
     a, b, c, d = rng.randrange(1, 9), rng.randrange(-9, 0), rng.randrange(10, 20), rng.randrange(9)
 
     def show(rows, kind="pmatrix"):
@@ -408,11 +418,10 @@ def matrix(rng):
         A = {show(rows)} ;; {show(halves)}"""
     edits = rf"""{show([[a, c], [b, d]])} ;; {show([[a + 1, b], [c, d]])} ;; {show([[a, b]])}
         {show([[a], [c]])} ;; {show(doubled)} ;; -{show(rows)} ;; ({a},{b},{c},{d})"""
-    return show(rows), same, edits
+    return Case(show(rows), same, edits)
 
 
-@recipe
-def complex_number(rng):
+def complex_number(rng: random.Random) -> Case:
     a, b = rng.sample(range(1, 10), 2)
     if rng.random() < 0.5:
         label = f"{a * a - b * b}{2 * a * b:+d}i"
@@ -422,24 +431,23 @@ def complex_number(rng):
         edits = (
             f"({a}-{b}i)^2 ;; {a * a - b * b} ;; {2 * a * b}i ;; ({a}+{b}i)^3 ;; {a * a + b * b}"
         )
-        return label, same, edits
+        return Case(label, same, edits)
     same = rf"-{b}i+{a} ;; {a}-{b}\mathrm{{i}} ;; z={a}-{b}i ;; \frac{{{2 * a}-{2 * b}i}}{{2}}"
     edits = f"{a}+{b}i ;; -{a}-{b}i ;; {b}-{a}i ;; {a}-{b} ;; ({a},-{b}) ;; {a}-{b}x"
-    return f"{a}-{b}i", same, edits
+    return Case(f"{a}-{b}i", same, edits)
 
 
-@recipe
-def in_base(rng):
+def in_base(rng: random.Random) -> Case:
     base = rng.randrange(4, 10)
+    # The last digit is larger than the first, so the reversed number is another
     digits = f"{rng.randrange(1, base - 1)}{rng.randrange(base)}{base - 1}"
     same = rf"{digits}_{{{base}}} ;; ({digits})_{base} ;; N = {digits}_{base} ;; 0{digits}_{base}"
     edits = rf"""{digits}_{{{base + 1}}} ;; {digits}1_{base} ;; {digits} ;; {digits}_{{10}}
         {digits[::-1]}_{base}"""
-    return f"{digits}_{base}", same, edits
+    return Case(f"{digits}_{base}", same, edits)
 
 
-@recipe
-def words(rng):
+def words(rng: random.Random) -> Case:
     word, other = rng.sample(("west", "even", "ellipse", "Evelyn", "monday", "increasing"), 2)
     a, b = rng.sample("ABCDE", 2)
     if rng.random() < 0.5:
@@ -448,21 +456,22 @@ def words(rng):
         edits = rf"""{other} ;; \text{{{other}}} ;; \text{{not {word}}}
         \text{{{word} or {other}}}
             {word[::-1]} ;; {word[:-1]}"""
-        return rf"\text{{{word}}}", same, edits
+        return Case(rf"\text{{{word}}}", same, edits)
     same = rf"{a} ;; ({a}) ;; \textbf{{{a}}} ;; \text{{({a.lower()})}} ;; \mathrm{{({a})}}"
-    return rf"\text{{({a})}}", same, rf"{b} ;; ({b}) ;; {a}, {b} ;; {a} \text{{ or }} {b} ;; {a}{b}"
+    edits = rf"{b} ;; ({b}) ;; {a}, {b} ;; {a} \text{{ or }} {b} ;; {a}{b}"
+    return Case(rf"\text{{({a})}}", same, edits)
 
 
-@recipe
-def ratio(rng):
+def ratio(rng: random.Random) -> Case:
     a, b = rng.choice(((3, 4), (5, 7), (2, 9), (1, 6)))
-    return (
+    return Case(
         f"{a}:{b}",
         f"{a} : {b} ;; {2 * a}:{2 * b}",
         f"{b}:{a} ;; {a}:{b + 1} ;; {a}:{b}:1 ;; {a},{b}",
     )
 
 
+# The box in the thought of the first one must not count
 WRAPS = (
     "<think>\nSo we get \\boxed{{0}} at first.\n</think>\n\nTherefore \\boxed{{{}}}.",
     "We compute.\n</think>\n\n$$\\boxed{{{}}}$$",
@@ -471,7 +480,15 @@ WRAPS = (
 )
 
 
-def pairs(count, seed=0):
+# The order is part of the pairs: each recipe draws from one stream of random numbers
+RECIPES = (
+    integer, fraction, decimal, scientific, radical, with_pi, big, quantity, angle_percent_money,
+    tuples, lists, tuple_lists, plus_minus, interval, rays, polynomial, formula, assignment,
+    equation, matrix, complex_number, in_base, words, ratio,
+)  # fmt: skip
+
+
+def pairs(count: int, seed: int = 0) -> list[Pair]:
     """At least `count` different (response, label, expected, answer), all recipes in turn."""
     rng, out = random.Random(seed), {}
     while len(out) < count:
@@ -479,5 +496,5 @@ def pairs(count, seed=0):
             label, same, edits = make(rng)
             for answers, expected in (([label, *texts(same)], True), (texts(edits), False)):
                 for answer in answers:
-                    out[rng.choice(WRAPS).format(answer), label, expected, answer] = None
+                    out[Pair(rng.choice(WRAPS).format(answer), label, expected, answer)] = None
     return list(out)

@@ -35,7 +35,7 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s, from t
 
 
 class Case:
-    """One load for both contenders: `prompts` x `n` responses on `slots` slots."""
+    """One load for all contenders: `n` responses to each of `prompts` prompts on `slots` slots."""
 
     def __init__(self, name, model, *, prompts, n, slots, prompt, new, stops, device):
         self.name, self.n, self.slots, self.new = name, n, slots, new
@@ -87,7 +87,9 @@ class Case:
         )  # fmt: skip
         out = self.theirs.generate(ids, config)
         new = out.sequences[:, ids.shape[1] :]
+        # Part of the work, because ours returns log-probs too
         torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[:, :, None])
+        # argmax finds the first stop token, but says 0 where there is none
         ended = (new == EOS) if self.eos else torch.zeros_like(new, dtype=torch.bool)
         lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, new.shape[1])
         return int(lengths.sum())
@@ -96,7 +98,7 @@ class Case:
         """Their continuous batching over as many requests as one static batch has rows."""
         rows, settings = self.rows(round_)
         sizes = {"return_logprobs": True}
-        if self.device == "cpu":  # what it chooses by itself takes minutes here
+        if self.device == "cpu":  # with the sizes it chooses by itself it takes minutes here
             pages = self.slots * (-(-(len(rows[0]) + self.new) // 256) + 1)
             sizes |= dict(num_blocks=pages, max_batch_tokens=4096, use_cuda_graph=False,
                           max_requests_per_batch=self.slots)  # fmt: skip
@@ -109,6 +111,7 @@ def timed(function, *args):
     """(result, wall seconds, CPU seconds)."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = function(*args)
+    # A launch returns before the GPU has done the work
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return result, time.perf_counter() - wall, time.process_time() - cpu
@@ -144,6 +147,7 @@ def compare(case, rounds):
     middle = {name: statistics.median(values) for name, values in rates.items()}
     best = max(list(contenders)[1:], key=middle.get)
     counts = sampler.counts
+    # Rows alive in a decode step, as a share of the slots
     occupancy = counts["row_steps"] / counts["decode_steps"] / case.slots
     print(
         f"{case.name:34}"

@@ -4,9 +4,9 @@
     python -m benchmarks.tail --zero-variance 0.6 --ranks 8
 
 The project's own `collect` and `Sampler` run; only the model is left out. Each response stops at a
-length drawn for its random key: lognormal, mean 10,000 and at most 128,000 tokens, both divided by
-64 so that minutes suffice. --zero-variance: share of the problems whose responses are all right, so
-that their groups are dropped. --ranks: as many processes share the slots.
+length that follows from its random key: lognormal, mean 10,000 and at most 128,000 tokens, both
+divided by 64 so that minutes suffice. --zero-variance: share of the problems whose responses are
+all right, so that their groups are dropped. --ranks: number of ranks that share the slots.
 """
 
 import argparse
@@ -46,6 +46,7 @@ MODES = {
 
 def length_of(key):
     """Length of the response with this random key."""
+    # The mean of a lognormal is exp(mu + sigma^2 / 2); this is its mu
     mean = math.log(10_000 / SCALE) - SIGMA**2 / 2
     return min(CAP, max(1, round(random.Random(key).lognormvariate(mean, SIGMA))))
 
@@ -65,6 +66,7 @@ class ScriptedSampler(Sampler):
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=1,
         )  # fmt: skip
+        # The engine wants a model; this one is never called
         super().__init__(Transformer(config).requires_grad_(False), [EOS], slots)
         self.live = []
 
@@ -79,7 +81,7 @@ class ScriptedSampler(Sampler):
 
 
 class Grader:
-    """Responses to a problem with the label "easy" are right, those to others by turns."""
+    """All responses to a problem with the label "easy" are right, every second one to others."""
 
     def __init__(self):
         self.graded = Counter()
@@ -108,8 +110,10 @@ class Ranks:
         return self.own.rank
 
     def gather(self, objects):
+        # As bytes, as between processes: ranks must not share objects
         self.sent[self.rank()] = pickle.dumps(objects)
         self.barrier.wait()
+        # The second barrier keeps `sent` as it is until all have read it
         joined = [item for part in self.sent for item in pickle.loads(part)]
         self.barrier.wait()
         return joined
@@ -122,6 +126,7 @@ class Ranks:
             try:
                 return work(rank)
             except BaseException:
+                # Or the other ranks would wait for this one until the time-out
                 self.barrier.abort()
                 raise
 
@@ -135,9 +140,9 @@ def lengths(groups):
 
 
 def measure(name, zero_variance=0.0, ranks=1):
-    """Shares of all slot-steps, over STEPS training steps, and the rows alive in the last one.
+    """Shares of all slot-steps over STEPS training steps, and the rows alive in the last step.
 
-    The slots are spread over so many ranks, threads that exchange what processes would.
+    The slots are spread over `ranks` ranks, threads that exchange what processes would.
     """
     fields = dict(
         prompts_per_step=PROMPTS, group_size=GROUP, max_refills=8, dynamic_sampling=True, seed=0,
@@ -145,6 +150,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         over_sampling=1.0, partial_rollout=False, partial_mask_old=False, reward="correct",
     )  # fmt: skip
     config = SimpleNamespace(**fields | MODES[name])
+    # The same problems for all modes
     easy = random.Random(0)
     labels = ["easy" if easy.random() < zero_variance else str(i) for i in range(1000)]
     problems = [Problem(str(i), i, "", [WORD] * 4, label) for i, label in enumerate(labels)]
@@ -160,12 +166,13 @@ def measure(name, zero_variance=0.0, ranks=1):
         return steps, live
 
     engine.Scheduler = StaticBatches if name == "static batches" else Scheduler
+    # Both modules hold the name; they get the real one back below
     rollout.distributed = groups.distributed = crew = Ranks(ranks)
     results = crew.run(work)
     engine.Scheduler = Scheduler
     rollout.distributed = groups.distributed = distributed
     steps = results[0][0]  # the same on every rank
-    # In a step a rank that has nothing to decode waits for the one with the most decode steps.
+    # A rank that has nothing more to decode in a step waits for the one with the most steps.
     live = []  # for each step and decode step: rows alive on all ranks together
     for step in range(STEPS):
         by_rank = [rows[step] for _, rows in results]
@@ -180,6 +187,7 @@ def measure(name, zero_variance=0.0, ranks=1):
         "idle": 1 - sum(map(sum, live)) / total,
     }  # fmt: skip
     return shares | {
+        # What is left: tokens of aborted responses that no step continues
         "thrown away": 1 - sum(shares.values()), "mean length": sum(kept) / len(kept) * SCALE,
         "steps": total / SLOTS / STEPS * SCALE, "live": live[-1],
     }  # fmt: skip
@@ -193,6 +201,7 @@ def draw_figure(results, zero_variance, file):
     import matplotlib
 
     matplotlib.use("svg")
+    # Without a fixed salt the ids, and so the file, differ every time
     matplotlib.rcParams["svg.hashsalt"] = "tail"
     import matplotlib.pyplot as plt
 
@@ -220,9 +229,9 @@ def main():
     parser = argparse.ArgumentParser(description="Where slot-steps go when responses are long.")
     parser.add_argument(
         "--zero-variance", type=float, nargs="+", default=[0.0, 0.5], metavar="SHARE",
-        help="share of the problems without signal, a table each; the last one is drawn",
+        help="shares of problems without signal, a table for each; the figure shows the last",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, help=f"that share the {SLOTS} slots")
+    parser.add_argument("--ranks", type=int, default=1, help=f"ranks that share {SLOTS} slots")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for share in options.zero_variance:

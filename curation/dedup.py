@@ -1,14 +1,15 @@
 """Which problems are the same problem: normalised text and n-gram overlap, in linear time.
 
 Problems of one kind share a template and differ in a number, so a high overlap alone says little.
-Two texts are nearly equal here if they also hold the same numbers and signs, and what many texts
-share does not count.
+Two texts are nearly equal here if they also hold the same numbers and signs. What many texts share
+does not count.
 """
 
 import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 # Layout of formulas that differs between copies of the same problem.
 LAYOUT = re.compile(
@@ -27,14 +28,17 @@ def tokens(text: str) -> list[str]:
 
 def contents(texts: Sequence[str], common: int) -> list[tuple[str, ...]]:
     """Tokens of each text without the lines that `common` texts or more share: instructions, such
-    as a request to box the answer. A text that has no other line keeps all; one without a token
-    is its own.
+    as a request to box the answer. A text of such lines alone keeps them; one without any token
+    stands for itself.
     """
-    lines = [[tuple(tokens(line)) for line in text.splitlines()] for text in texts]
-    holders = Counter(line for text in lines for line in set(text))
-    join = lambda text: tuple(word for line in text for word in line)
-    own = [join(line for line in t if holders[line] < common) or join(t) for t in lines]
-    return [words or (text,) for words, text in zip(own, texts, strict=True)]
+    lines_of = [[tuple(tokens(line)) for line in text.splitlines()] for text in texts]
+    holders = Counter(line for lines in lines_of for line in set(lines))
+    result = []
+    for text, lines in zip(texts, lines_of, strict=True):
+        own = [line for line in lines if holders[line] < common]
+        words = tuple(chain(*own)) or tuple(chain(*lines))
+        result.append(words or (text,))
+    return result
 
 
 def ngrams(words: Sequence[str], n: int) -> set[int]:
@@ -50,11 +54,11 @@ def numbers(words: Sequence[str]) -> list[str]:
 def near(
     texts: Sequence[Sequence[str]], n: int, threshold: float, common: int
 ) -> Iterator[list[int]]:
-    """For each text (tokens) in turn, the earlier ones that nearly equal it, nearest first, of
-    equally near ones the earliest.
+    """For each text (tokens) in turn, the indices of the earlier ones that nearly equal it, nearest
+    first, of equally near ones the earliest.
 
     Nearly equal: the same numbers, and at least `threshold` of the n-grams of the shorter text are
-    in the longer one. An n-gram of `common` texts or more counts nowhere. So no list of the
+    in the longer one. An n-gram that `common` texts or more hold does not count. So no list of the
     inverted index is longer than that, and the cost is linear in the length of all texts.
     """
     grams = [ngrams(words, n) for words in texts]
@@ -64,12 +68,13 @@ def near(
     index: dict[int, list[int]] = defaultdict(list)
     for i, own in enumerate(grams):
         shared = Counter(j for g in own for j in index.get(g, ()))
-        least = lambda j, own=own: threshold * min(len(own), len(grams[j]))
+        # Ties by place, not by the order of a set of hashes, which differs from process to process.
+        nearest_first = sorted(shared.items(), key=lambda item: (-item[1], item[0]))
         yield [
             j
-            for j, count in sorted(shared.items(), key=lambda item: (-item[1], item[0]))
-            if count >= least(j) and signatures[i] == signatures[j]
+            for j, count in nearest_first
+            if count >= threshold * min(len(own), len(grams[j])) and signatures[i] == signatures[j]
         ]
         for g in own:
-            if holders[g] > 1:
+            if holders[g] > 1:  # most n-grams occur once, and would only fill the memory
                 index[g].append(i)

@@ -52,6 +52,8 @@ COMMON = dict(
     prompts_per_step=16, group_size=8, max_refills=0, max_response_tokens=128, slots=128,
     eval_every=6, eval_samples=4, save_every=0, log_samples=0,
 )  # fmt: skip
+# The warm-up samples too and comes out of the same budget: 20 updates of the policy, GRPO has 24.
+# These settings come from five short runs beforehand and serve every algorithm with a critic.
 CRITIC = dict(num_critic_only_steps=4, critic_lr="2e-3", critic_updates_per_step=4)
 
 
@@ -111,6 +113,7 @@ BOUNDS = [
     # Where one update follows one rollout, PPO differs from JustRL II in λ and the critic's target.
     ORACLE.but("λ = 0", algorithm="ppo", gae_lambda=0),
 ]
+# 64 x 2 are 128 responses a step, as in COMMON
 TWO = dict(prompts_per_step=64, group_size=2)
 # A critic can learn from groups that are all right or all wrong.
 KEEP_ALL = dict(dynamic_sampling=False)
@@ -146,6 +149,7 @@ REAL = [
     on_sums("JustRL II, SmolLM2", algorithm="justrl2", **SUMS_CRITIC),
     on_sums("GRPO, SmolLM2, reward random", algorithm="grpo", reward="random", steps=7),
 ]
+# 16 x 2 are 32 responses a step, as in SUMS
 REAL_TWO = dict(prompts_per_step=16, group_size=2)
 FASTER_CRITIC = dict(
     num_critic_only_steps=0, critic_lr="1e-4", critic_lr_warmup_steps=0, critic_updates_per_step=2
@@ -200,6 +204,7 @@ class Job(NamedTuple):
 
     def folder(self, root: Path) -> Path:
         """Where it is, or will be."""
+        # All that tells runs apart is in the name, so that parts with a run in common make it once
         plain = "".join(c if c.isalnum() or c in ".=" else "-" for c in self.arm.label)
         return root / f"{self.variant}_{plain}_lr{self.rate}_seed{self.seed}"
 
@@ -231,6 +236,7 @@ def run_flags(flags: dict[str, Any]) -> list[str]:
 
 def write_noisy(path: Path) -> None:
     """The training problems, a share NOISE of the labels replaced by another digit."""
+    # The same wrong labels for all algorithms and seeds
     rng = random.Random(0)
     rows = list(read_rows(LONG_TRAIN))
     for row in rng.sample(rows, round(NOISE * len(rows))):
@@ -243,6 +249,7 @@ def is_complete(folder: Path) -> bool:
     rows = list(read_rows(folder / "metrics.jsonl"))
     if not rows:
         return False
+    # Such a run would end the same way if it were made again
     gave_up = all(row.get("rollout/groups_kept") == 0 for row in rows[-EMPTY_STEPS:])
     return gave_up or rows[-1]["step"] == config_of(folder)["steps"]
 
@@ -340,11 +347,13 @@ def common_budgets(runs: list[dict]) -> np.ndarray:
 
 def accuracy_at(run: dict, budgets: np.ndarray) -> np.ndarray:
     """Held-out accuracy after `budgets` sampled tokens, on straight lines between evaluations."""
+    # Flat beyond its last evaluation
     return np.interp(budgets, *zip(*run["curve"], strict=True))
 
 
 def band(curves: np.ndarray) -> list[list[float]]:
     """Mean over seeds and its 95 % band by bootstrap over seeds: (S, X) -> three times (X,)."""
+    # (resamples, S, X), averaged over S
     means = curves[resamples(len(curves), seed=0).numpy()].mean(1)
     low, high = np.quantile(means, (0.025, 0.975), axis=0)
     return [x.tolist() for x in (curves.mean(0), low, high)]
@@ -363,6 +372,7 @@ def summarise(runs: list[dict], reference: str | None) -> list[dict]:
         row = dict(zip(("variant", "label", "rate"), key, strict=True)) | {"seeds": len(mine)}
         row |= {"budgets": budgets.tolist(), "accuracy": band(accuracy)}
         row |= {"area": accuracy.mean(), "end": accuracy[:, -1].mean()}
+        # With one seed all draw the same problems, so most of its luck cancels in a difference
         paired = [i for i, r in enumerate(mine) if (key[0], reference, r["seed"]) in curves]
         if paired and key[1] != reference:
             base = np.stack([curves[key[0], reference, mine[i]["seed"]] for i in paired])
@@ -397,7 +407,7 @@ def as_text(table: list[dict], reference: str | None) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def draw(table: list[dict], path: Path, reference: str) -> None:
+def draw_curves(table: list[dict], path: Path, reference: str) -> None:
     """Above: accuracy over sampled tokens; below: its paired difference to `reference`."""
     from matplotlib.figure import Figure
 
@@ -434,7 +444,7 @@ def report(jobs: list[Job], root: Path, name: str, reference: str | None) -> Non
         text = as_text(table, reference)
         (root / f"{name}.md").write_text(text)
         if reference:
-            draw(table, root / f"{name}.png", reference)
+            draw_curves(table, root / f"{name}.png", reference)
         print(text)
 
 

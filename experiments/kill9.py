@@ -19,6 +19,8 @@ from pathlib import Path
 import train
 from config import ROOT
 
+# Partial rollout, because half-finished responses are the hardest part of a state to bring back.
+# The verifier has a minute: a time-out on a busy machine would change a reward.
 FLAGS = (
     "--steps 6 --num-critic-only-steps 2 --prompts-per-step 4 --group-size 4 --slots 12 "
     "--over-sampling 1.5 --partial-rollout --eval-every 3 --eval-samples 1 --log-samples -1 "
@@ -31,14 +33,17 @@ def start(folder: Path, data: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # `session` finds by this what outlives a kill
     os.setsid()
     log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # Figures are not compared
     train.run_metrics.draw_figures = lambda folder: None
     resume = ["--resume"] if (folder / "config.json").exists() else []
     try:
         train.main(["--output-dir", str(folder), "--eval-data", str(data), *FLAGS, *resume])
+    # _exit, or the fork would go on in the loop of its parent
     except BaseException as error:  # reported by its status, the traceback is in the log
         traceback.print_exception(error)
         os._exit(1)
@@ -69,6 +74,7 @@ def session(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
+            # After the name in parentheses, which may hold anything: state, parent, group, session
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue  # it ended meanwhile
@@ -134,6 +140,7 @@ def main() -> None:
             pid, aimed = start(folder, data), kills % 2 == 1
             if kills == args.kills:
                 ended = wait(pid, 600)
+            # The second wait is seconds into the save
             elif aimed:
                 ended = wait(pid, 600, until_saving=folder) or wait(pid, chance.uniform(0, 0.1))
             else:
@@ -145,6 +152,7 @@ def main() -> None:
             kills += 1
             row, saved = finished_steps(folder)
             print(f"kill {kills} in {during}: {row} steps logged, {saved} saved", flush=True)
+            # A step is logged before it is saved, so one row more may be there
             assert saved <= row <= saved + 1, "more than the step in hand is lost"
         for name, value in result(folder).items():
             assert value == calm[name], f"{name} of {folder} differ from those of {base / 'calm'}"

@@ -40,7 +40,9 @@ def transitions(policy, tokenizer) -> Tensor:
             bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
             attend = packed_attention(bounds, len(ids))
             hidden = policy.model(ids, segment_positions(bounds, len(ids)), attend)
+            # Over the whole vocabulary: what the digits leave over breaks the format, worth 0
             chances = policy.logits(hidden).softmax(-1)[:, digits].double()
+            # The logits at a step's own token are those of its digit
             # <think>, then three tokens a step: step, digit, mark
             digit, at = start, len(prompt) + 1
             for step in range(LONGEST, 0, -1):
@@ -80,10 +82,12 @@ def values_of(prompt: str, label: str, tokens: list[str], table: Tensor) -> list
         if token not in allowed:
             values.append(0.0)
             break
+        # Only a digit has five alternatives
         if len(allowed) == BASE:
             doubt |= int(token) != RESULTS[step, digit]
             digit, step = int(token), step - 1
         values.append(float(chances[step, doubt, digit]))
+    # One value is left over after the last token, or some are missing after a broken format
     return (values + values[-1:] * len(tokens))[: len(tokens)]
 
 
@@ -100,6 +104,7 @@ def score_oracle(policy, tokenizer, batch) -> Tensor:
 
 def main() -> None:
     """train.main with V computed, and no critic to update."""
+    # train.py looks these names up at every call, so replacing them in its module is enough
     step = train.train_step
 
     def step_with_oracle(run: Run, state: State) -> dict[str, float] | None:

@@ -44,6 +44,7 @@ def make_facts(seed=0):
     """{(step, digit): right result}, and {(step, digit): rate of slips}."""
     rng = random.Random(seed)
     steps = range(1, LONGEST + 1)
+    # A permutation keeps different digits different: a slip is mended by another slip or never
     results = {(i, d): r for i in steps for d, r in enumerate(rng.sample(range(BASE), BASE))}
     slips = dict.fromkeys(results, 0.0)
     for pair in rng.sample(list(results), len(results) // 7):
@@ -69,6 +70,7 @@ def write_response(start, first, last, rng=None):
     """Working and boxed answer: correct, or with slips drawn by `rng`, each carried on."""
     value, mark, working = start, ".", ""
     for step in range(first, last - 1, -1):
+        # The rate belongs to the digit that the chain has reached, right or wrong
         slip = rng is not None and rng.random() < SLIPS[step, value]
         value = (RESULTS[step, value] + slip) % BASE
         mark = "?" if slip else mark
@@ -88,6 +90,7 @@ def make_problems(seed=0):
             prompt = write_prompt(*problem)
             label = RESPONSE.fullmatch(write_response(*problem))[1]
             problems.append({"prompt": prompt, "label": label, "steps": steps})
+        # Training prompts may repeat, held-out ones not: of 44 steps there are just five
         if split == "eval":
             held_out = {p["prompt"] for p in problems}
         rng.shuffle(problems)
@@ -107,6 +110,7 @@ def batches(tokenizer, rng, step_counts, held_out, size):
         while len(rows) < size:
             problem = draw_problem(rng, rng.choice(step_counts))
             prompt = write_prompt(*problem)
+            # Trained on, it would test the model's memory
             if prompt not in held_out:
                 response = write_response(*problem, rng) + tokenizer.eos_token
                 rows.append(tokenizer([chat_prompt(tokenizer, prompt), response])["input_ids"])
@@ -123,6 +127,7 @@ def main():
     rng, held_out = random.Random(seed), {p["prompt"] for p in splits["eval"]}
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, layers=3)
+    # Short chains first, as in make_assets.py, where chains are learned soonest that way
     stages = (  # name, step counts, rows of a batch, updates
         ("short chains", range(2, 7), 96, 500),
         ("all chains", STEP_COUNTS, 24, 700),

@@ -7,7 +7,9 @@ walks them in pieces, keeps three numbers per token and computes the pieces agai
     chunked.py     plain torch, a few rows at a time: the CPU path and the fallback
     logprob.py     Triton: the logits never leave the chip
 
-docs/kernel.md explains the algorithm; bench.py measures all three.
+docs/kernel.md explains the algorithm; bench.py measures all three. Two files choose operations for
+other parts of the model: attention.py (flash-attn or torch's varlen_attn) and cpu_linear.py (the
+layout of matrices for decoding on a CPU).
 """
 
 import functools

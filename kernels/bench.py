@@ -47,6 +47,7 @@ class Case:
 
     name: str
     head: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    # Whether the backward makes the logits again: 2 MDV more
     recomputes: bool = True
     constants: dict = field(default_factory=dict)
     compiled: bool = False
@@ -93,10 +94,12 @@ def cases(device: str) -> list[Case]:
         return Case(name, partial(logprob_entropy, impl="triton"), constants=constants)
 
     def tile(*block) -> dict:
+        # For every kind of chip, so that the one in use has it
         return dict.fromkeys(logprob.BLOCKS, block)
 
     return found + [
         triton("triton"),
+        # The constants of sm_90 with a choice of kernels/logprob.py changed in each
         triton("triton, by pointers", BLOCKS=tile(128, 256, 64, 8, 3, False)),
         triton("triton, all rows first", GROUP=2**20),
         triton("triton, 4 stages", BLOCKS=tile(128, 256, 64, 8, 4, True)),
@@ -123,11 +126,13 @@ def step(case: Case, leaves: tuple[Tensor, Tensor, Tensor], backward: bool) -> N
     with changed, torch.set_grad_enabled(backward):
         outputs = case.head(*leaves)
         if backward:
+            # Not backward(), which would add to .grad from call to call
             torch.autograd.grad(sum(x.mean() for x in outputs), leaves[:2])
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
     """Wall time of one call."""
+    # A launch returns before the GPU has done the work
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -139,12 +144,14 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 def ceilings(device: str) -> tuple[float, float]:
     """FLOP/s of a large matrix product in the dtype of the run, and bytes/s of a copy."""
+    # The best of ten: a roofline is what the machine can do
     n = 8192 if device == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=DTYPES[device])
     b = torch.ones(2**28 if device == "cuda" else 2**25, device=device)
     c = torch.empty_like(b)
     product = min(seconds(lambda: a @ a, device) for _ in range(10))
     copy = min(seconds(lambda: c.copy_(b), device) for _ in range(10))
+    # A product multiplies and adds; a copy reads and writes
     return 2 * n**3 / product, 2 * b.nbytes / copy
 
 
@@ -162,7 +169,9 @@ def extra_memory(case: Case, size: tuple[int, int, int], device: str, backward: 
 
 
 def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool) -> None:
-    """What that process does. Linux only: there it can read and reset the peak of its memory."""
+    """What the fresh process of `extra_memory` does. Linux only: a process can read and reset the
+    peak of its memory there.
+    """
 
     def status(key: str) -> int:
         line = next(x for x in open("/proc/self/status") if x.startswith(key))
@@ -171,6 +180,7 @@ def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool
     case = next(c for c in cases("cpu") if c.name == name)
     step(case, inputs(8, size[1], 64, "cpu"), backward)  # libraries allocate on first use
     leaves = inputs(*size, "cpu")
+    # 5 resets the peak, VmHWM
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     step(case, leaves, backward)
@@ -180,7 +190,7 @@ def print_own_extra_memory(name: str, size: tuple[int, int, int], backward: bool
 def check(device: str) -> None:
     """Compare what "auto" picks with float64 (CPU) or float32 products (CUDA); stop if it is wrong.
 
-    All logits are lowered by 10 and V is no multiple of a tile: columns beyond V would show.
+    All logits are lowered by 10 and V is not a multiple of a tile, so columns beyond V would show.
     """
     M, D = (2049, 2048) if device == "cuda" else (257, 64)
     exact = torch.float32 if device == "cuda" else torch.float64
@@ -198,6 +208,7 @@ def check(device: str) -> None:
         print(
             f"V {V}: errors of log-prob, entropy, dhidden, dweight", *(f"{e:.1e}" for e in errors)
         )
+        # Gradients in bf16 keep 8 bits: 2^-8 is 4e-3
         if max(errors[:2]) > 1e-4 or max(errors[2:]) > (6e-3 if device == "cuda" else 1e-5):
             raise SystemExit("The head is wrong on this machine; timing it would be pointless.")
 
@@ -291,7 +302,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known = [case.name for case in cases(device)]
     if unknown := set(args.heads or ()) - set(known):
-        parser.error(f"--heads {' '.join(sorted(unknown))}: choose of {', '.join(known)}")
+        parser.error(f"--heads {' '.join(sorted(unknown))}: choose from {', '.join(known)}")
     if args.rounds < 1:
         parser.error("--rounds must be above 0")
     sizes = args.sizes or ([recipe_size(args.recipe)] if args.recipe else SIZES[device])

@@ -1,9 +1,14 @@
-"""The embedded task, for figures: the right response to a problem, and where another leaves it."""
+"""The embedded task: the right response to a problem, and where another response goes wrong.
+
+Its problems have one right working each, so the token at which a response goes wrong is known. The
+value of a critic should fall there, which the figures show.
+"""
 
 import re
 from os.path import commonprefix
 
-# Prompts and tokens of the embedded task, as assets/make_assets.py writes them.
+# As assets/make_assets.py writes them: the digit and the labelled operations of a prompt (` a:+4`),
+# and the tokens of a response.
 CHAIN = re.compile(r"\n(\d)((?: [a-z]:[+-]\d)+)<\|im_end\|>")
 PIECES = re.compile(r"<\|\w+\|>|</?think>|\\boxed\{| [a-z]:|[+-]\d|[\s\S]")
 
@@ -22,18 +27,19 @@ def right_response(prompt: str) -> str | None:
 
 
 def first_wrong_token(row: dict) -> int | None:
-    """Index of the first token of a stored response that leaves the right working.
+    """Index of the first token of a stored response that differs from the right working.
 
-    None if there is none, if the prompt is not of the embedded task, or if the tokens are not its.
+    None if no token does, or if prompt or tokens are not those of the embedded task.
     """
     right, response = right_response(row["prompt"]), row["response"]
+    # The stop token has no text in the response, but is a token, and a wrong one if it comes early.
     stopped = row["finish_reason"] == "stop"
     pieces = PIECES.findall(response) + ["<stop>"] * stopped
     if right is None or response == right or len(pieces) != row["response_length"]:
         return None
-    left = len(commonprefix([response, right]))
+    still_right = len(commonprefix([response, right]))  # characters
     for index, piece in enumerate(pieces):
-        left -= len(piece)
-        if left < 0:
+        still_right -= len(piece)
+        if still_right < 0:
             return index
     return None

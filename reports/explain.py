@@ -21,24 +21,24 @@ from files import config_of, file_of, read_rows
 from losses import OBJECTIVES, policy_loss, terminal_reward
 
 # fmt: off
-# A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), last V.
+# A made-up group: tokens, reward, V(s_0) (the prompt's, so the same for all), V at the last token.
 EXAMPLE = [
     (400, 1.0, 0.25, 0.85), (400, 0.0, 0.25, 0.05), (400, 0.0, 0.25, 0.85),
     (40, 0.0, 0.25, 0.05), (40, 0.0, 0.25, 0.85), (4, 0.0, 0.25, 0.05), (4, 0.0, 0.25, 0.85),
     (4000, 0.0, 0.25, 0.25),
 ]
 
-# Label: the row of ALGORITHMS whose objective and limits are shown, and what differs from it.
+# Label -> the row of ALGORITHMS whose objective and limits are shown, and changes to its settings.
 WEIGHED = {
     "REINFORCE": ("rloo", {}), "clip": ("grpo", {}), "clip-higher": ("dapo", {}),
     "dual clip": ("grpo", {"dual_clip": 1.2}), "GSPO": ("gspo", {}), "CISPO": ("cispo", {}),
     "SAPO": ("sapo", {}), "GMPO": ("gmpo", {}), "trust mask": ("sao", {}),
 }
-RATIOS = (0.5, 1.0, 1.25, 1.5)
+RATIOS = (0.5, 1.0, 1.25, 1.5)  # pi / pi_old: below, at, and above both clip limits in use
 # fmt: on
 
 
-class Group(NamedTuple):
+class ResponseGroup(NamedTuple):
     """The responses to one prompt, and the configuration of their run."""
 
     about: str
@@ -48,21 +48,25 @@ class Group(NamedTuple):
     config: dict
 
 
-def example_group() -> Group:
-    """EXAMPLE, with V on a straight line from the first to the last token."""
+def example_group() -> ResponseGroup:
+    """EXAMPLE as a group, with V on a straight line from the first to the last token."""
     tokens, rewards, first, last = zip(*EXAMPLE, strict=True)
     values = [torch.linspace(a, b, n) for n, a, b in zip(tokens, first, last, strict=True)]
     about = "Eight responses to one prompt, made up; V runs straight from first to last token."
-    return Group(about, rewards, rewards, values, {})
+    return ResponseGroup(about, rewards, rewards, values, {})
 
 
 def stored_rows(run: Path, step: int, size: int) -> list[dict]:
-    """Rows of the first whole kept group of `step` in which raw rewards differ."""
+    """Rows of the first complete kept group of `step` whose raw rewards differ; `size` is that of
+    a group. ValueError if there is none.
+    """
     groups = []
     for row in read_rows(file_of(run, "rollouts.jsonl")):
         if row["step"] == step and row["kept"]:
-            # By sample 0, not by problem: at the turn of an epoch a step may hold one twice.
-            groups += [[]] if row["sample_index"] == 0 or not groups else []
+            # A new group at sample 0, not at another problem: where an epoch ends, a step may hold
+            # the same problem twice.
+            if row["sample_index"] == 0 or not groups:
+                groups.append([])
             groups[-1].append(row)
     for group in groups:
         if len(group) == size and len({row["reward"] for row in group}) > 1:
@@ -76,6 +80,7 @@ def stored_rows(run: Path, step: int, size: int) -> list[dict]:
 @torch.no_grad()
 def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
     """V (L,) of each stored response under the critic of a checkpoint."""
+    # Here, since a run whose values were logged needs no model, nor critic.py.
     from critic import Critic, values
     from data import Problem, Rollout, pack
     from problems import load_tokenizer
@@ -91,7 +96,7 @@ def critic_values(checkpoint: Path, rows: list[dict]) -> list[Tensor]:
     return result
 
 
-def stored_group(run: Path, step: int) -> Group:
+def stored_group(run: Path, step: int) -> ResponseGroup:
     """A group of rollouts.jsonl, with V as it was logged, else of the newest critic saved at or
     before `step`.
     """
@@ -111,10 +116,10 @@ def stored_group(run: Path, step: int) -> Group:
         source = f"critic_value_bias_init, since no critic was saved up to step {step}"
     about = f"Step {step} of {run}, problem {rows[0]['problem_id']}.\nV: {source}."
     rewards = [row["reward"] + row["overlong_penalty"] for row in rows]
-    return Group(about, [row["reward"] for row in rows], rewards, values, config)
+    return ResponseGroup(about, [row["reward"] for row in rows], rewards, values, config)
 
 
-def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
+def advantages(group: ResponseGroup, name: str) -> tuple[Tensor, dict]:
     """(N, T) advantages of a row of ALGORITHMS, not whitened, and the settings behind them."""
     # A column shows the run's own settings where the run used that row, else the row's defaults.
     own = group.config if group.config.get("algorithm") == name else {}
@@ -133,11 +138,12 @@ def advantages(group: Group, name: str) -> tuple[Tensor, dict]:
 
 
 def cells(numbers, width: int = 7) -> str:
-    """Numbers in columns; adding 0.0 turns a rounded -0.0 into 0.0."""
+    """Numbers in columns of `width`."""
+    # Adding 0.0 turns a rounded -0.0 into 0.0.
     return "".join(f"{round(float(x), 3) + 0.0:{width}.3f}" for x in numbers)
 
 
-def advantage_table(group: Group) -> str:
+def advantage_table(group: ResponseGroup) -> str:
     """One line per response: V and advantages at its first, middle and last token."""
     grpo, by_group = advantages(group, "grpo")
     ppo, fixed = advantages(group, "ppo")
@@ -164,14 +170,16 @@ def advantage_table(group: Group) -> str:
 
 def objective_limits(label: str) -> dict:
     """The settings that an objective reads: its keyword-only arguments."""
-    row, changed = ALGORITHMS[WEIGHED[label][0]], WEIGHED[label][1]
+    name, changed = WEIGHED[label]
+    row = ALGORITHMS[name]
     read = inspect.getfullargspec(OBJECTIVES[row.objective]).kwonlyargs
     return {k: v for k, v in (row.defaults | changed).items() if k in read and v is not None}
 
 
 def gradient_weights(label: str, advantage: float) -> list[float]:
     """(-d loss / d log pi) / A at each of RATIOS, for responses of one token; REINFORCE has 1."""
-    row = ALGORITHMS[WEIGHED[label][0]]
+    name, _ = WEIGHED[label]
+    row = ALGORITHMS[name]
     logprobs = torch.tensor(RATIOS, dtype=torch.float64).log()[:, None].requires_grad_()
     old, ones = torch.zeros_like(logprobs), torch.ones_like(logprobs)
     how = dict(objective=row.objective, ratio_level=row.defaults["ratio_level"])

@@ -1,12 +1,12 @@
-"""One HTML page of a run: `python diagnose.py --report RUN_DIR`.
+"""report.html, a run on one page: `python diagnose.py --report RUN_DIR`.
 
-Figures and sampled responses, the tokens coloured by advantage or by value. The page holds
-everything itself, loads nothing and needs no network.
+Figures, and sampled responses with their tokens coloured by advantage or by value. The page holds
+everything itself and loads nothing, so it can be mailed and opened anywhere.
 """
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -18,7 +18,7 @@ from reports.embedded_task import first_wrong_token
 LEVELS = 8  # shades of a colour
 HEAD, TAIL = 1000, 2000  # tokens shown of a long response
 EACH = 2  # right and wrong responses shown of a step
-CHANGES = {
+CHANGES = {  # rows of the first table: metrics at the first and the last step
     "held-out accuracy": "eval/accuracy",
     "reward of sampled responses": "rollout/reward_mean",
     "response length (tokens)": "rollout/response_length_mean",
@@ -28,6 +28,8 @@ CHANGES = {
     "explained variance of the outcome": "critic/explained_variance",
     "AUC of V at the last token, within groups": "critic/end_auc",
 }
+# Responses are a model's text and may hold tags: all that is filled in is escaped, and the policy
+# below lets the page load nothing.
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -75,8 +77,8 @@ for (const button of document.querySelectorAll("#legend input"))
 """)
 
 
-def write(run: Path, figures: Sequence[Path]) -> Path:
-    """Write RUN_DIR/report.html with the given PNG files; returns its path."""
+def write_report(run: Path, figures: Sequence[Path]) -> Path:
+    """Write RUN_DIR/report.html with the given PNG files in it; returns its path."""
     config = config_of(run)
     metrics = list(read_rows(file_of(run, "metrics.jsonl")))
     groups = chosen_groups(run)
@@ -95,12 +97,13 @@ def write(run: Path, figures: Sequence[Path]) -> Path:
         samples=legend_html(groups, scale) + samples,
         shades=shades_css(),
     )
-    (run / "report.html").write_text(page, encoding="utf-8")
-    return run / "report.html"
+    file = run / "report.html"
+    file.write_text(page, encoding="utf-8")
+    return file
 
 
 def changes_html(metrics: Sequence[dict]) -> str:
-    """Table rows: first and last value of the metrics that most people look for."""
+    """Table rows: the first and the last value of each metric of CHANGES that was logged."""
     rows = []
     for title, key in CHANGES.items():
         seen = [row[key] for row in metrics if row.get(key) is not None]
@@ -123,13 +126,12 @@ def chosen_groups(run: Path) -> list[list[dict]]:
     """Of the first, middle and last step with advantages: up to two right and two wrong responses
     to the first problem of the step.
     """
-    file = run / "rollouts.jsonl"
-    coloured = lambda: (row for row in read_rows(file) if row.get("advantages"))
-    steps = sorted({row["step"] for row in coloured()})
+    # Two passes, since all rows of a long run (ids, log-probs, advantages) may not fit in memory.
+    steps = sorted({row["step"] for row in rows_with_advantages(run)})
     if not steps:
         return []
     groups: dict[int, list[dict]] = {s: [] for s in (steps[0], steps[len(steps) // 2], steps[-1])}
-    for row in coloured():
+    for row in rows_with_advantages(run):
         group = groups.get(row["step"])
         if group is not None and (not group or group[0]["problem_id"] == row["problem_id"]):
             if sum(other["reward"] == row["reward"] for other in group) < EACH:
@@ -137,15 +139,22 @@ def chosen_groups(run: Path) -> list[list[dict]]:
     return list(groups.values())
 
 
+def rows_with_advantages(run: Path) -> Iterator[dict]:
+    """Logged responses that were trained on; dropped groups have no advantages."""
+    return (row for row in read_rows(run / "rollouts.jsonl") if row.get("advantages"))
+
+
 def advantage_scale(groups: Sequence[Sequence[dict]]) -> float:
-    """The |A| of the strongest colour: 98 % of the tokens shown are below it."""
+    """The |A| of the strongest colour: 98 % of the tokens shown are below it, so a few outliers do
+    not make all others pale.
+    """
     sizes = sorted(abs(a) for group in groups for row in group for a in row["advantages"])
     return (sizes[int(0.98 * (len(sizes) - 1))] if sizes else 0) or 1.0
 
 
 def tokenizer_of(run: Path, model: str) -> Any:
     """The tokenizer of the run's newest checkpoint, or of its start model."""
-    from problems import load_tokenizer
+    from problems import load_tokenizer  # here: it imports transformers, which takes seconds
 
     policy = part_of(str(run), "policy")
     return load_tokenizer(model if policy == str(run) else policy)
@@ -191,8 +200,8 @@ def token_html(text: str, a: float, v: float | None, scale: float, wrong: bool) 
 
 
 def shades_css() -> str:
-    """Blue for A above 0, orange below, green for V; see-through, so that both a light and a dark
-    page show behind them.
+    """CSS: blue for A above 0, orange below, green for V. Transparent, so that they suit a light
+    page and a dark one.
     """
     colours = {"a .p": "40, 120, 255", "a .n": "255, 120, 0", "v .v": "0, 165, 90"}
     return "\n".join(
@@ -207,7 +216,6 @@ def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
     rows = [row for group in groups for row in group]
     if not rows:
         return "<p>rollouts.jsonl holds no response with advantages (see --log-samples).</p>"
-    shades = lambda names: "".join(f'<i class="{n}">&nbsp;</i>' for n in names)
     levels = range(1, LEVELS + 1)
     switch = '<label><input type="radio" name="by" value="a" checked> advantage</label>'
     if any(row.get("values") for row in rows):
@@ -216,10 +224,15 @@ def legend_html(groups: Sequence[Sequence[dict]], scale: float) -> str:
     marked = any(first_wrong_token(row) is not None for row in rows)
     note = ' <i style="outline: 2px solid #d33">&nbsp;</i> first wrong token' if marked else ""
     return f"""<div id="legend">Colour by {switch}
-<span class="key of-a">A: −{scale:.2f} {shades([f"n{i}" for i in reversed(levels)])} 0
-{shades([f"p{i}" for i in levels])} +{scale:.2f}</span>
-<span class="key of-v">V: 0 {shades([f"v{i}" for i in levels])} 1</span>{note}</div>
+<span class="key of-a">A: −{scale:.2f} {swatches("n", reversed(levels))} 0
+{swatches("p", levels)} +{scale:.2f}</span>
+<span class="key of-v">V: 0 {swatches("v", levels)} 1</span>{note}</div>
 <p>A token's colour is its advantage (whitened, if the run does that) or V of the state before it;
 its tooltip has the numbers. Shown are up to {EACH} right and {EACH} wrong responses to one problem,
 early, half way and late in the run.</p>
 """
+
+
+def swatches(colour: str, levels: Iterable[int]) -> str:
+    """Empty boxes in shades of a colour: p (A above 0), n (below) or v (V)."""
+    return "".join(f'<i class="{colour}{level}">&nbsp;</i>' for level in levels)

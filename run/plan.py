@@ -2,9 +2,9 @@
 
     python train.py --plan --config recipes/justrl2-minicpm5-2b-128k.yaml --gpu-memory-gb 80
 
-Every line is a number of bytes: so many elements times the bytes of one. What a layer holds was
-counted on the operations that model.py runs; tests/test_plan.py counts them again, at full size
-without a GPU and in a whole small run, and docs/performance.md explains how to read the table.
+Every line is a number of elements times the bytes of one. What a layer holds was counted on the
+operations that model.py runs; tests/test_plan.py counts them again, at full size without a GPU and
+in a whole small run, and docs/performance.md explains how to read the table.
 """
 
 from dataclasses import dataclass, replace
@@ -23,16 +23,16 @@ from sampler.kvcache import GPU_SHARE, bytes_per_token
 
 GB = 1e9  # as in "80 GB"; torch's own report for such a card is 85 of these
 FLOAT = 4  # bytes of a float32 number
-LOGITS_AT_ONCE = 2**30  # bytes: what kernels/ holds of dlogits at a time
-CUDA_CONTEXT = 1.0e9  # bytes: CUDA, NCCL and cuBLAS; an allowance, not counted
-TIGHT = 0.9  # share of the memory above which fragmentation may decide
+LOGITS_AT_ONCE = 2**30  # bytes of dlogits that kernels/ holds at a time
+CUDA_CONTEXT = 1.0e9  # bytes of CUDA, NCCL and cuBLAS: an allowance, not counted
+TIGHT = 0.9  # share of the memory above which fragmentation may make the difference
 Parts = dict[str, float]  # name -> bytes
 
 
 @dataclass
 class Plan:
-    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: what it has.
-    `host`: bytes that --offload keeps on the host at most, for all GPUs together.
+    """`moments`: bytes of every part on one GPU at each moment of a step; `memory`: bytes that it
+    has. `host`: most bytes that --offload keeps on the host, for all GPUs together.
     """
 
     moments: dict[str, Parts]
@@ -40,7 +40,7 @@ class Plan:
     host: float = 0.0
 
     def total(self, moment: str) -> float:
-        """Bytes at one moment. A layer and the head never work at once: the larger counts."""
+        """Bytes at one moment. A layer and the head never work at once, so the larger counts."""
         parts = self.moments[moment]
         return sum(parts.values()) - min(parts["layer at work"], parts["head at work"])
 
@@ -55,16 +55,14 @@ class Plan:
 
     def table(self) -> str:
         """One row per part, one column per moment, in GB."""
-        names = {name: None for parts in self.moments.values() for name in parts}
-        line = lambda name, cells: f"{name:<24}" + "".join(f"{cell:>17}" for cell in cells)
-        number = lambda x: f"{x / GB:.2f}" if x else "-"
-        rows = [line("GB per GPU", self.moments)]
-        for name in names:
-            cells = [parts.get(name, 0.0) for parts in self.moments.values()]
-            if any(cells):
-                rows.append(line(name, map(number, cells)))
-        rows.append(line("total", [number(self.total(moment)) for moment in self.moments]))
-        return "\n".join(rows)
+        names = {name: None for parts in self.moments.values() for name in parts}  # in order
+        numbers = {n: [p.get(n, 0.0) for p in self.moments.values()] for n in names}
+        numbers = {name: row for name, row in numbers.items() if any(row)}
+        numbers["total"] = [self.total(moment) for moment in self.moments]
+        rows = [("GB per GPU", list(self.moments))]
+        for name, row in numbers.items():
+            rows.append((name, [f"{x / GB:.2f}" if x else "-" for x in row]))
+        return "\n".join(f"{name:<24}" + "".join(f"{x:>17}" for x in row) for name, row in rows)
 
     def verdict(self) -> str:
         """One line: the largest total and the memory."""
@@ -83,7 +81,7 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     e = bytes_per_activation(config)
     policy, decoder, layer = parameters(model)
     critic = decoder + model.hidden_size + 1 if ALGORITHMS[config.algorithm].critic else 0
-    # Numbers of weights and of moments: AdamW has two for each weight, Muon one for its matrices.
+    # Weights and optimizer moments: AdamW has two moments per weight, Muon one for its matrices.
     matrices = layer_matrices(model) if config.optimizer == "muon" else 0
     sizes = {"policy": (policy, 2 * policy - matrices)}
     if critic:
@@ -97,34 +95,34 @@ def make_plan(model: PretrainedConfig, config: Config, memory: float) -> Plan:
     moments = {"rollout": states(sizes, config, "") | sampling | shared}
     shared["other"] += step_scalars(config, bool(critic))
     if config.async_steps:  # the next rollout runs while this step trains
-        shared["rollout beside it"] = max(sampling["layer at work"], sampling["head at work"])
-    for name in reversed(sizes):  # the critic first, as in a step
+        shared["concurrent rollout"] = max(sampling["layer at work"], sampling["head at work"])
+    for name in reversed(sizes):  # the critic before the policy, as in a step
         work = training_parts(model, config, e, layer, is_policy=name == "policy")
         moments[f"{name} backward"] = states(sizes, config, name) | work | shared
-        # torch's AdamW holds the root of one moment for all its parameters while it steps.
+        # While it steps, torch's AdamW holds the square root of one moment of all its parameters.
         roots = (sizes[name][0] - matrices) / config.nproc * FLOAT
         step = {"layer at work": roots, "head at work": 0}
         moments[f"{name} step"] = states(sizes, config, name, stepping=True) | step | shared
     plan = Plan(moments, memory, host_bytes(sizes, config))
-    # Beside an update, the cache is there at every moment: the tightest one decides.
+    # With async steps the cache is there at every moment, so the tightest one decides.
     free = memory - plan.total(plan.peak if config.async_steps else "rollout")
     moments["rollout"]["KV cache"] = cache_bytes(model, config, e, free)
     for parts in list(moments.values())[1:] if config.async_steps else []:
-        parts["rollout beside it"] += moments["rollout"]["KV cache"]
+        parts["concurrent rollout"] += moments["rollout"]["KV cache"]
     return plan
 
 
 def bytes_per_activation(config: Config) -> int:
-    """Bytes of a number in the compute dtype."""
+    """Bytes of one number in the compute dtype: `e` in this file."""
     return 4 if config.dtype == "float32" else 2
 
 
 def parameters(model: PretrainedConfig) -> tuple[int, int, int]:
     """Numbers of parameters: language model, its decoder without the head, one layer."""
-    count = lambda module: sum(p.numel() for p in module.parameters())
     with torch.device("meta"):
         whole = Transformer(model)
-    return count(whole), count(whole.model), count(whole.model.layers[0])
+    parts = (whole, whole.model, whole.model.layers[0])
+    return tuple(sum(p.numel() for p in part.parameters()) for part in parts)
 
 
 def layer_matrices(model: PretrainedConfig) -> int:
@@ -139,8 +137,8 @@ def states(
 ) -> Parts:
     """Float32 masters, gradients and moments of both models, sharded over the GPUs.
 
-    Only the model at work has gradients. --offload keeps the moments of a model on the host outside
-    its optimizer step (optimizer), and the weights of a model that is not at work as well (idle).
+    Only the model `working` has gradients. --offload optimizer keeps moments on the host except
+    during the optimizer step; --offload idle also keeps there the weights of the other model.
     """
     parts = {}
     for name, (size, moments) in sizes.items():
@@ -154,22 +152,24 @@ def states(
 
 
 def host_bytes(sizes: dict[str, tuple[int, int]], config: Config) -> float:
-    """What --offload keeps on the host during a rollout, of all GPUs: then no model is at work."""
-    total = lambda offload: sum(states(sizes, replace(config, offload=offload), "").values())
-    return config.nproc * (total("none") - total(config.offload))
+    """Bytes that --offload keeps on the host for all GPUs at most: during a rollout, when neither
+    model is at work.
+    """
+    without = sum(states(sizes, replace(config, offload="none"), "").values())
+    return config.nproc * (without - sum(states(sizes, config, "").values()))
 
 
 def cache_tokens(model: PretrainedConfig, config: Config, memory: float) -> int:
-    """The plan's KV cache in tokens: the bound that a sampler needs which runs beside an update,
-    because what is free when it starts is not what will be.
+    """The plan's KV cache in tokens. A sampler that runs during an update needs this bound, because
+    what is free when it starts is not what will be.
     """
     bytes_ = make_plan(model, config, memory).moments["rollout"]["KV cache"]
     return int(bytes_ / bytes_per_token(model, bytes_per_activation(config)))
 
 
 def cache_bytes(model: PretrainedConfig, config: Config, e: int, free: float) -> float:
-    """The most that keys and values take: --kv-cache-tokens, or four fifths of the `free` bytes but
-    one longest sequence at least; never more than all slots can fill.
+    """Most bytes that keys and values take: --kv-cache-tokens, or the sampler's share of the `free`
+    bytes but at least one longest sequence; never more than all slots can fill.
     """
     token = bytes_per_token(model, e)
     bound = config.kv_cache_tokens * token or max(GPU_SHARE * free, longest(config) * token)
@@ -183,7 +183,7 @@ def rollout_parts(model: PretrainedConfig, config: Config, e: int) -> Parts:
     return {
         # Without a gradient a layer holds three rows of each width at most.
         "layer at work": prefill * 3 * e * (hidden + inner),
-        # logits, log-probs and their exponentials in float32, the distribution in float64, twice
+        # In float32 logits, log-probs and probabilities; in float64 probabilities and their sums.
         "head at work": config.slots * model.vocab_size * (3 * FLOAT + 2 * 8),
     }
 
@@ -220,17 +220,17 @@ def training_parts(
 
 
 def norm_bytes(hidden: int, e: int) -> int:
-    """Saved by one RMSNorm per token: its input and normalised input in float32, its output."""
+    """Bytes that one RMSNorm saves per token: input and normalised input in float32, output."""
     return hidden * (2 * FLOAT + e)
 
 
 def rotary_bytes(model: PretrainedConfig) -> int:
-    """Cosine and sine of one position, float32; all layers share them."""
+    """Bytes of cosine and sine of one position, float32; all layers share them."""
     return 2 * head_size(model) * FLOAT
 
 
 def layer_bytes(model: PretrainedConfig, config: Config, e: int) -> tuple[float, float]:
-    """Per token: what one layer saves for its backward, and the most it holds during it."""
+    """Bytes per token that one layer saves for its backward, and the most it holds during it."""
     hidden, inner, d = model.hidden_size, model.intermediate_size, head_size(model)
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     norm = norm_bytes(hidden, e)
@@ -238,7 +238,7 @@ def layer_bytes(model: PretrainedConfig, config: Config, e: int) -> tuple[float,
     attention = e * d * (2 * heads + 2 * kv_heads) + FLOAT * heads
     # Backward through a norm: two saved and four temporary rows in float32, two gradients.
     norm_backward = hidden * (6 * FLOAT + 2 * e)
-    if model.model_type == "qwen3":  # norms of q and k, which go backward while all that is there
+    if model.model_type == "qwen3":  # norms of q and k, whose backward comes while all that exists
         attention += 2 * FLOAT * d * (heads + kv_heads)
         norm_backward = norm + attention + 2 * e * hidden + 4 * FLOAT * d * heads
     chunk = config.mlp_chunk_tokens
@@ -277,7 +277,7 @@ def step_scalars(config: Config, critic: bool) -> float:
 
 
 def read_shape(path: str) -> PretrainedConfig:
-    """config.json of a directory or of a hub model, of which nothing else is fetched."""
+    """The configuration of a directory or of a hub model; of the latter nothing else is fetched."""
     if Path(path).is_dir():
         return load_config(Path(path))
     try:
@@ -299,7 +299,7 @@ def gpu_memory(config: Config) -> float:
 
 
 def machine_memory(device: torch.device, nproc: int) -> float:
-    """Bytes of this GPU, or a process's share of this machine's RAM, which has `nproc` of them."""
+    """Bytes of this GPU; on a CPU one of `nproc` equal shares of the machine's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return distributed.host_memory() / nproc
@@ -308,9 +308,9 @@ def machine_memory(device: torch.device, nproc: int) -> float:
 def concern(
     model: PretrainedConfig, config: Config, device: torch.device, ranks: int, here: int
 ) -> str:
-    """A sentence if this machine has too little memory by plan, else "". A plan is no measurement,
-    so nothing is refused for it. ranks: those there are, which torchrun may have started; `here` of
-    them on this machine.
+    """A sentence if this machine has too little memory by plan, else "". Nothing is refused: a plan
+    is not a measurement. ranks: how many there are in all (torchrun may have started them), `here`
+    of them on this machine.
     """
     config = replace(config, nproc=ranks)
     plan = make_plan(model, config, machine_memory(device, here))
@@ -327,7 +327,9 @@ def concern(
 
 
 def next_change(config: Config, moment: str) -> dict:
-    """The cheapest change not yet made that lowers the need at this moment; empty: none is left."""
+    """The cheapest change, as fields and values, that lowers the need at this moment and has not
+    been made yet; {}: none is left.
+    """
     cached = config.kv_cache_tokens
     if (moment == "rollout" or config.async_steps) and cached > longest(config):
         return {"kv_cache_tokens": max(longest(config), cached // 2)}
@@ -353,12 +355,14 @@ def next_change(config: Config, moment: str) -> dict:
 def advice(model: PretrainedConfig, config: Config, memory: float) -> str:
     """Changes under which the run fits, as the rest of a sentence."""
     changes: dict = {}
-    while not (plan := make_plan(model, config, memory)).fits:
+    plan = make_plan(model, config, memory)
+    while not plan.fits:
         change = next_change(config, plan.peak)
         if not change:
             return "use more GPUs (--nproc) or a smaller model"
         changes |= change
         config = replace(config, **change)
+        plan = make_plan(model, config, memory)
     flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
     return f"set {flags}, which needs {plan.total(plan.peak) / GB:.1f} GB"
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 import distributed
 from data import Problem, Rollout
+from distributed import progress_bar
 from sampler.engine import Sampler
 from sampler.sampling import Truncation, response_key
 
@@ -58,12 +59,6 @@ def new_group(problem: Problem, number: int, *, seed: int, step: int, size: int)
     return [Rollout(problem, number, j, response_key(seed, step, number, j)) for j in range(size)]
 
 
-def progress_bar(total: int, title: str, unit: str) -> tqdm:
-    """A bar on rank 0, and only in a terminal: that is what None means to tqdm."""
-    disable = distributed.rank() > 0 or None
-    return tqdm(total=total, desc=title, unit=unit, leave=False, disable=disable)
-
-
 def evaluate(
     sampler: Sampler,
     grader: Grader,
@@ -82,7 +77,8 @@ def evaluate(
     # Step -1 keeps the keys apart from those of training.
     groups = [new_group(p, p.index, seed=seed, step=-1, size=samples) for p in problems]
     mine = groups[distributed.rank() :: distributed.world_size()]
-    with progress_bar(len(mine), "evaluation", "problem") as progress:
+    options = {"total": len(mine), "unit": "problem", "leave": False}
+    with progress_bar(what="evaluation", **options) as progress:
         sample_groups(
             sampler, grader, mine, max_new_tokens=max_new_tokens, temperature=temperature,
             think=think, truncation=truncation, progress=progress,

@@ -117,23 +117,23 @@ class Scheduler:
         """Take pages for `steps` more tokens of every response. While there are too few, the
         youngest response goes back to the head of the queue, with the tokens it has.
         """
-        while sum(self._missing(row, steps) for row in self.running) > self.cache.available:
+        missing = [
+            max(0, self.cache.pages(row.stored + steps) - len(row.pages)) for row in self.running
+        ]
+        while sum(missing) > self.cache.available:
             if self.prompts:
                 self._forget_prompts()
                 continue
+            missing.pop()
             row = self.running[-1]
             self.remove(row)
             self.queue.appendleft(row.rollout)
             self.waiting[id(row.rollout.problem)] += 1
             self.preempted += 1
-        for row in self.running:
-            if missing := self._missing(row, steps):
-                row.pages += self.cache.take(missing)
+        for row, count in zip(self.running, missing, strict=True):
+            if count:
+                row.pages += self.cache.take(count)
                 self._view = None
-
-    def _missing(self, row: RunningResponse, steps: int) -> int:
-        """Pages that a response lacks for `steps` more tokens."""
-        return max(0, self.cache.pages(row.stored + steps) - len(row.pages))
 
     def remove(self, row: RunningResponse) -> None:
         """Stop decoding a response and free its memory."""

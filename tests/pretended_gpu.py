@@ -1,8 +1,8 @@
-"""A GPU to pretend with, for machines without one: CPU tensors of a class of their own.
+"""A pretended GPU for machines without one: CPU tensors of a class of their own.
 
-They call their device cuda:0, and an operation that brings them together with tensors of the CPU
-fails where CUDA would fail. Values are those of the CPU; memory, streams and kernels are not there,
-and backward is not watched: autograd hands out tensors of the plain class.
+They say that their device is cuda:0, and an operation that brings them together with tensors of the
+CPU fails where CUDA would fail. Values are computed on the CPU; there is no memory, stream or
+kernel. Backward is not watched: autograd hands out tensors of the plain class.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def to_gpu(device):
 
 
 def may_mix(function, args):
-    """As CUDA has it: also indices may lie on the CPU, and slices be filled from there."""
+    """What CUDA allows: indices may lie on the CPU too, and slices may be filled from there."""
     if function is Tensor.__getitem__:
         return isinstance(args[0], OnGpu)
     if function is Tensor.__setitem__:
@@ -73,7 +73,7 @@ class PretendedGpu(TorchFunctionMode):
                     target, args[i] = to_gpu(x), CPU
         if kwargs.get("device") is not None:
             target, kwargs["device"] = to_gpu(kwargs["device"]), CPU
-        if "out_dtype" in kwargs:  # products with float32 sums, which a CPU has not
+        if "out_dtype" in kwargs:  # products with float32 sums, which a CPU does not have
             wide = kwargs.pop("out_dtype")
             args = [x.to(wide) if isinstance(x, Tensor) else x for x in args]
         return tree_map(up if target else down, function(*args, **kwargs))
@@ -83,7 +83,10 @@ class PretendedGpu(TorchFunctionMode):
 def pretended_gpu(monkeypatch):
     """`torch.cuda` says that there is one, old enough to have no Triton."""
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
-    nothing = lambda *args: None
+
+    def nothing(*args):
+        pass
+
     facts = dict(
         mem_get_info=lambda device: (10**9, 10**9), empty_cache=nothing, synchronize=nothing,
         is_available=lambda: True, current_device=lambda: 0, current_stream=lambda: stream,

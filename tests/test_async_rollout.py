@@ -1,4 +1,4 @@
-"""--async-steps 1: the next rollout beside the update, on the weights before it."""
+"""--async-steps 1: the next rollout is sampled during the update, on the weights before it."""
 
 import pytest
 import torch
@@ -100,11 +100,11 @@ def test_a_failure_beside_a_rollout_ends_both(random_tiny_model, tmp_path, monke
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--is-mode", "none"], "only importance weights make right"),
+        (["--is-mode", "none"], "only importance weights correct"),
         (["--is-mode", "tis", "--nproc", "2"], "works in one process"),
         (
             "--is-mode tis --over-sampling 2 --partial-rollout --partial-mask-old".split(),
-            "every token is of an older policy",
+            "an older policy sampled every token",
         ),
         (["--is-mode", "tis", "--async-steps", "2"], "choose one of 0, 1"),
     ],

@@ -159,7 +159,9 @@ def test_explained_variance_and_its_parts_equal_a_loop(noise):
             lambda i, t: int(group_ids[i]),
         )
     )
-    mean = lambda xs: sum(xs) / len(xs)
+
+    def mean(xs):
+        return sum(xs) / len(xs)
 
     def parts(xs):
         of = {k: mean([x for x, h in zip(xs, g, strict=True) if h == k]) for k in set(g)}
@@ -180,11 +182,17 @@ def test_explained_variance_and_its_parts_equal_a_loop(noise):
 def test_rank_correlation_equals_counting(noise):
     x = (noise[0][:, 0] * 5).round().double()
     y = torch.rand(50, generator=torch.Generator().manual_seed(1)).double() + x / 5
-    count = lambda xs: [sum(a < b for a in xs) + (sum(a == b for a in xs) + 1) / 2 for b in xs]
+
+    def count(xs):
+        return [sum(a < b for a in xs) + (sum(a == b for a in xs) + 1) / 2 for b in xs]
+
     ranks = [count(z.tolist()) for z in (x, y)]
     assert average_ranks(x).tolist() == ranks[0]
     mean_x, mean_y = (sum(r) / 50 for r in ranks)
-    dot = lambda a, b: sum((p - mean_x) * (q - mean_y) for p, q in zip(a, b, strict=True))
+
+    def dot(a, b):
+        return sum((p - mean_x) * (q - mean_y) for p, q in zip(a, b, strict=True))
+
     pearson = dot(*ranks) / math.sqrt(dot(ranks[0], ranks[0]) * dot(ranks[1], ranks[1]))
     assert correlation(average_ranks(x), average_ranks(y)) == pytest.approx(pearson)
 

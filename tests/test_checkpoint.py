@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import read_metrics as metrics
-from helpers import same, weights
-from helpers import train_run as run
+from helpers import read_metrics, same, train_run, weights
 
 import train
 from data import DataOrder
@@ -31,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("mixed_rewards", "no_figures")
 @pytest.fixture
 def three(random_tiny_model, tmp_path):
     """A run with the checkpoints of three steps."""
-    run(tmp_path / "r", "--steps", 3, *FLAGS, model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 3, *FLAGS, model=random_tiny_model)
     return tmp_path / "r"
 
 
 def resume(folder, steps=4):
     train.main(["--resume", "--output-dir", str(folder), "--steps", str(steps)])
-    return metrics(folder)
+    return read_metrics(folder)
 
 
 @pytest.mark.parametrize("ahead", [[], "--async-steps 1 --is-mode tis --save-every 1".split()])
@@ -47,14 +45,20 @@ def test_rollouts_in_hand_are_not_attached_to_other_problems(
     """They were found again by place alone: in an edited file of the same length, by others."""
     rows = [{"prompt": f"{i} a:+{j}", "label": str(i)} for i in range(8) for j in range(1, 9)]
     data = tmp_path / "data.jsonl"
-    write = lambda: data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write():
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     write()
     flags = f"--algorithm grpo --data {data} --over-sampling 2 --partial-rollout --slots 10"
     flags = [*flags.split(), *ahead, "--steps", 3 if ahead else 2, "--max-refills", 0]
-    run(tmp_path / "r", *flags, model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, model=random_tiny_model)
     if ahead:
         shutil.rmtree(tmp_path / "r/checkpoints/step_000003")
-    position = lambda step: torch.load(tmp_path / f"r/checkpoints/step_00000{step}/trainer_state")
+
+    def position(step):
+        return torch.load(tmp_path / f"r/checkpoints/step_00000{step}/trainer_state")
+
     saved = position(2)
     held = saved["buffer"] + (saved["ahead"]["finished"] if ahead else [])
     changed = held[0][0]["problem"]
@@ -152,7 +156,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     monkeypatch.setattr(*write, full_disk)
-    rows = run(tmp_path / "r", "--steps", 3, *FLAGS, model=random_tiny_model)
+    rows = train_run(tmp_path / "r", "--steps", 3, *FLAGS, model=random_tiny_model)
     names = sorted(p.name for p in (tmp_path / "r/checkpoints").iterdir())
     assert names == ["step_000001", "step_000003"] and sorted(rows) == [1, 2, 3]
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "could not be written" in x]
@@ -167,7 +171,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails(
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)
     with pytest.raises(SystemExit, match="could not be written: .*No space left"):
-        run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
+        train_run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
     assert list((tmp_path / "r/checkpoints").iterdir()) == []
 
 
@@ -179,22 +183,22 @@ def test_a_second_process_is_kept_out_of_a_run(random_tiny_model, tmp_path):
     other = subprocess.Popen([sys.executable, "-c", code, tmp_path / "r/.lock"], **pipes)
     assert other.stdout.readline() == b"locked\n"
     with pytest.raises(SystemExit, match="is in use by another process"):
-        run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
+        train_run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
     other.communicate()
-    run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 2, *FLAGS, model=random_tiny_model)
 
 
 def test_a_kill_in_the_middle_of_the_books_is_mended(three, random_tiny_model):
     """Killed after the samples of step 4 and half of its metrics: the step is done again."""
     whole = three.with_name("whole")
-    run(whole, "--steps", 4, *FLAGS, model=random_tiny_model)
+    train_run(whole, "--steps", 4, *FLAGS, model=random_tiny_model)
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         step_4 = [x for x in (whole / name).read_text().splitlines(True) if '"step": 4' in x]
         with open(three / name, "a") as file:
             file.write("".join(step_4)[:-40])
     resume(three)
     assert (three / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
-    assert sorted(metrics(three)) == [1, 2, 3, 4]
+    assert sorted(read_metrics(three)) == [1, 2, 3, 4]
     for part in ("policy", "critic"):
         assert same(weights(three, 4, part), weights(whole, 4, part))
 
@@ -212,7 +216,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_beginning(
     random_tiny_model, tmp_path
 ):
     whole = tmp_path / "whole"
-    run(whole, "--steps", 2, *FLAGS, model=random_tiny_model)
+    train_run(whole, "--steps", 2, *FLAGS, model=random_tiny_model)
     early = tmp_path / "early"
     early.mkdir()
     (early / "config.json").write_text((whole / "config.json").read_text())

@@ -14,7 +14,10 @@ LENGTHS = [(3, 5), (7, 1), (2, 9)]
 @pytest.fixture(scope="module")
 def rollouts():
     generator = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()
+
+    def ids(n):
+        return torch.randint(5, 60, (n,), generator=generator).tolist()
+
     return [
         Rollout(Problem("", i, "", ids(p), ""), i, 0, 0, ids(r)) for i, (p, r) in enumerate(LENGTHS)
     ]

@@ -13,8 +13,12 @@ from helpers import ROOT
 
 import curate
 from config import ConfigError
-from curate import CurateConfig, judge_label
-from curation import dedup, rules
+from curate import CurateConfig
+from curation import dedup, rows, rules, solving
+from curation.difficulty import find_unlearnable
+from curation.label_audit import judge_label
+from problems import load_tokenizer
+from run.scores import Vote
 from verify import Verifier, label_kind
 
 CPU = torch.device("cpu")
@@ -87,8 +91,7 @@ LONG_ANSWER = "the function is increasing on the whole line and bounded"
     ],
 )
 def test_each_reason_has_its_problems_and_spares_their_lookalikes(prompt, label, reason):
-    kind, value = label_kind(label)
-    found = rules.examine(prompt, label, kind, value and value[0])
+    found = rules.examine(prompt, label, *label_kind(label))
     assert (found and found.reason) == reason
 
 
@@ -263,13 +266,15 @@ class EqualText:
     ],
 )
 def test_a_label_falls_only_to_one_voice(by_model, verdict):
-    assert judge_label(by_model, CurateConfig(audit_samples=10), EqualText()) == verdict
+    votes = [[Vote(*vote) for vote in of_model] for of_model in by_model]
+    found = judge_label(votes, EqualText(), samples=10, majority=0.6, keep_hard=0.25)
+    assert found == verdict
 
 
 def test_votes_group_answers_by_value_and_leave_out_what_gives_none():
-    said = lambda answer, reason, correct=0.0: SimpleNamespace(
-        answer=answer, reason=reason, correct=correct
-    )
+    def said(answer, reason, correct=0.0):
+        return SimpleNamespace(answer=answer, reason=reason, correct=correct)
+
     group = [
         said("0.5", "ok", 1.0),
         said("2", "wrong"),
@@ -281,20 +286,20 @@ def test_votes_group_answers_by_value_and_leave_out_what_gives_none():
         said("0.5", "hedge"),
     ]
     with Verifier(1) as grader:
-        votes = curate.votes_of(group, grader)
-    assert votes == [["2", 3, 0], ["0.5", 2, 1], ["3", 1, 0]]
-    assert curate.share_right(votes, len(group)) == 0.25
+        votes = solving.votes_of(group, grader)
+    assert votes == [("2", 3, 0), ("0.5", 2, 1), ("3", 1, 0)]
+    assert solving.share_right(votes, len(group)) == 0.25
 
 
 def test_models_see_the_suffix_and_the_output_does_not(tmp_path):
-    rows = [{"prompt": "What is 2+3?", "label": "5"}]
-    settings = config(tmp_path, rows, prompt_suffix="Box it.", **NO_SAMPLING)
-    tokenizer = curate.load_tokenizer(settings.model)
-    (row,) = rules.load_rows(settings.data, "", "")
-    seen = curate.make_problem(0, row, tokenizer, settings.prompt_suffix).prompt
+    raw = [{"prompt": "What is 2+3?", "label": "5"}]
+    settings = config(tmp_path, raw, prompt_suffix="Box it.", **NO_SAMPLING)
+    tokenizer = load_tokenizer(settings.model)
+    (row,) = rows.load_rows(settings.data, "", "")
+    seen = solving.make_problem(0, row, tokenizer, settings.prompt_suffix).prompt
     assert "What is 2+3?\nBox it." in seen
     curate.curate(settings, CPU)
-    assert read(tmp_path / "kept.jsonl") == rows
+    assert read(tmp_path / "kept.jsonl") == raw
     with pytest.raises(ConfigError, match="other prompt_suffix"):
         curate.curate(config(tmp_path, prompt_suffix="", data=settings.data, **NO_SAMPLING), CPU)
 
@@ -310,17 +315,24 @@ def test_other_kinds_are_left_out_under_their_own_reason(tmp_path):
 # ---- stage 3: difficulty
 
 
-def test_band_and_share_of_the_unsolved(monkeypatch):
+def test_band_and_share_of_the_unsolved():
     # 16 in the band, 4 always solved, 10 never: 6 of these with a confirmed label
     rates = [0.5] * 16 + [1.0] * 4 + [0.0] * 10
-    votes = lambda *_: {i: [["1", int(8 * rate), 1]] for i, rate in enumerate(rates)}
-    monkeypatch.setattr(curate, "solve", votes)
+    votes = {i: [Vote("1", int(8 * rate), 1)] for i, rate in enumerate(rates)}
 
-    def dropped(**fields):
+    def dropped(unsolved_share, min_pass_rate=0.0, seed=0):
         audits = ["confirmed" if i < 26 else "undecided" for i in range(len(rates))]
-        rows = [SimpleNamespace(notes={"label_audit": audit}) for audit in audits]
-        run = SimpleNamespace(config=CurateConfig(**fields), rows=rows)
-        return curate.find_unlearnable(run, range(len(rates)))
+        noted = [SimpleNamespace(notes={"label_audit": audit}) for audit in audits]
+        return find_unlearnable(
+            noted,
+            range(len(rates)),
+            votes,
+            samples=8,
+            min_pass_rate=min_pass_rate,
+            max_pass_rate=1.0,
+            unsolved_share=unsolved_share,
+            seed=seed,
+        )
 
     found = dropped(unsolved_share=0.2)
     reasons = [drop.reason for drop in found.values()]
@@ -380,7 +392,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, sure_problems, monkeyp
     fields = dict(chunk=8, audit_samples=2, samples=2, max_pass_rate=1.0, audit_majority=0.6)
     whole = tmp_path / "whole"
     whole.mkdir()
-    calls, evaluate = [], curate.evaluate
+    calls, evaluate = [], solving.evaluate
 
     def counted(*arguments, **options):
         if len(calls) == limit:
@@ -388,7 +400,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, sure_problems, monkeyp
         calls.append(1)
         return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(curate, "evaluate", counted)
+    monkeypatch.setattr(solving, "evaluate", counted)
     limit = 99
     run(whole, rows, **fields)
     assert len(calls) == 6  # three chunks for the audit, three for the difficulty
@@ -472,13 +484,14 @@ def test_command_line_errors_name_file_and_flag(tmp_path):
 def test_what_a_later_stage_needs_is_missed_before_the_first(flags, words, tmp_path, monkeypatch):
     """A missing --audit-model was found after the whole first stage."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setitem(curate.STAGES, "1 verifiable", (None, ""))  # must not be reached
+    not_to_be_reached = curate.Stage(None, "")
+    monkeypatch.setitem(curate.STAGES, "1 verifiable", not_to_be_reached)
     command = ["--output", str(tmp_path / "o.jsonl"), *flags.split()]
     with pytest.raises(SystemExit, match=words):
         curate.main(command)
 
 
 def test_every_reason_is_described():
-    sources = "".join((ROOT / name).read_text() for name in ("curate.py", "curation/rules.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "curation").glob("*.py"))
     used = set(re.findall(r'Drop\("(\w+)"', sources))
-    assert used | {"hard_surplus"} == set(rules.REASONS) and rules.Drop("x").detail == ""
+    assert used | {"hard_surplus"} == set(rows.DROP_REASONS) and rows.Drop("x").detail == ""

@@ -220,7 +220,10 @@ def test_hub_data_sets_name_their_configuration_and_split(monkeypatch):
         return one if name == "org/one" else one | {"train": [{"problem": "Q"}]}
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    read = lambda path: [row["problem"] for _, row in read_rows(path)]
+
+    def read(path):
+        return [row["problem"] for _, row in read_rows(path)]
+
     assert read("org/one") == read("org/two@test") == ["P"] and read("org/two:main@train") == ["Q"]
     assert asked == [("org/one", None), ("org/two", None), ("org/two", "main")]
     for path in ("org/two", "org/two@dev"):
@@ -231,7 +234,9 @@ def test_hub_data_sets_name_their_configuration_and_split(monkeypatch):
 
 
 def test_a_template_that_opens_the_thinking_requires_its_end():
-    prompts = lambda *texts: [Problem("p", 0, text, [1], "1") for text in texts]
+    def prompts(*texts):
+        return [Problem("p", 0, text, [1], "1") for text in texts]
+
     assert think_mode("auto", prompts("a <think>", "b <think>\n")) == "require"
     assert think_mode("auto", prompts("a <think>", "b")) == "auto"
     assert think_mode("none", prompts("a <think>")) == "none"
@@ -305,7 +310,10 @@ def test_the_pass_rate_of_a_problem_is_not_that_of_another_in_its_place():
     assert same.load_state_dict(state) == unknown.load_state_dict(state) == set()
     assert same.state_dict() == state
     assert edited.load_state_dict(state) == {1, 3} and edited.drawn == order.drawn
-    rates = lambda order: [order.pass_rate(i) for i in range(4)]
+
+    def rates(order):
+        return [order.pass_rate(i) for i in range(4)]
+
     assert rates(same) == rates(order) == [1, 1, 1, 0] and rates(edited) == [1, 0, 1, 0]
     assert {same.draw()[1] for _ in range(9)} == {3}
     assert {edited.draw()[1] for _ in range(9)} == {1, 3}
@@ -388,7 +396,10 @@ def test_the_gsm8k_recipe_is_complete(tmp_path, tokenizer, monkeypatch):
     """It named files that nobody has, of problems that did not ask for a box."""
     answer = "She eats 3 + 4 = <<3+4=7>>7 eggs.\n#### 1,007"
     rows = [{"question": "How many eggs?", "answer": answer}]
-    hub = lambda name, config: {"train": rows, "test": rows} if config == "main" else None
+
+    def hub(name, config):
+        return {"train": rows, "test": rows} if config == "main" else None
+
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=hub))
     recipe = read_recipe(ROOT / "recipes/justrl2-qwen2.5-0.5b-gsm8k-1gpu.yaml")
     for name in ("data", "eval_data"):

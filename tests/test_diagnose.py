@@ -13,7 +13,7 @@ import diagnose
 import losses
 from critic import Critic
 from problems import load_tokenizer
-from reports import explain
+from reports import explain, figures
 
 
 def numbers(table):
@@ -268,7 +268,7 @@ def test_steps_are_marked_by_whole_numbers(tmp_path):
     from matplotlib.figure import Figure
 
     ax = Figure().subplots()
-    diagnose.draw_panel(ax, "", {"x": "x"}, {"run": [{"step": s, "x": s} for s in (1, 2, 3)]})
+    figures.draw_panel(ax, "", {"x": "x"}, {"run": [{"step": s, "x": s} for s in (1, 2, 3)]})
     assert all(tick == int(tick) for tick in ax.get_xticks())
 
 
@@ -311,9 +311,9 @@ def test_figures_are_written_for_metrics_that_are_there_and_runs_are_overlaid(
 
 def test_figures_of_a_run_do_not_import_the_model(tmp_path):
     code = (
-        "import sys, pathlib, diagnose; "
+        "import sys, pathlib, diagnose; from reports import figures; "
         f"run = pathlib.Path({str(write_metrics(tmp_path / 'a'))!r}); "
-        "assert diagnose.draw([run], run); "
+        "assert figures.draw_runs([run], run); "
         "assert not {'model', 'critic', 'data', 'transformers'} & set(sys.modules)"
     )
     subprocess.run(
@@ -352,9 +352,9 @@ def panels_of(runs):
     """Axes of the audit figure by title."""
     from matplotlib.figure import Figure
 
-    stages = diagnose.audit_stages(runs)
+    stages = figures.audit_stages(runs)
     axes = {}
-    for drawer in (diagnose.draw_reliability, diagnose.draw_auc, diagnose.draw_v_by_outcome):
+    for drawer in (figures.draw_reliability, figures.draw_auc, figures.draw_v_by_outcome):
         axes[drawer.__name__] = ax = Figure().subplots()
         drawer(ax, stages)
     return axes
@@ -362,7 +362,7 @@ def panels_of(runs):
 
 def test_the_audit_of_one_run_is_drawn_in_three_stages(tmp_path, fast):
     run = write_audit(tmp_path / "a", 6)
-    assert [p.name for p in diagnose.draw([run], tmp_path)] == ["reward.png", "audit.png"]
+    assert [p.name for p in figures.draw_runs([run], tmp_path)] == ["reward.png", "audit.png"]
     axes = panels_of({"a": run})
     lines = {line.get_label(): line.get_ydata() for line in axes["draw_auc"].lines}
     # Steps 1 and 2 have 4 and 8 pairs: (4 * 0.51 + 8 * 0.52) / 12.
@@ -381,7 +381,7 @@ def test_audits_of_several_runs_are_overlaid_even_of_the_same_name(tmp_path, fas
     for parent in "xy":
         (tmp_path / parent).mkdir()
     runs = [write_audit(tmp_path / "x/run", 6), write_audit(tmp_path / "y/run", 3, shift=0.3)]
-    assert [p.name for p in diagnose.draw(runs, tmp_path)] == ["reward.png", "audit.png"]
+    assert [p.name for p in figures.draw_runs(runs, tmp_path)] == ["reward.png", "audit.png"]
     lines = panels_of({"one": runs[0], "two": runs[1]})["draw_auc"].lines
     labels = {line.get_label(): line.get_ydata()[0] for line in lines if len(line.get_ydata())}
     assert labels["one, steps 5 to 6"] == pytest.approx(0.555, abs=1e-3)
@@ -393,18 +393,18 @@ def test_steps_without_pairs_are_left_out_of_the_curves(tmp_path):
     rows = [json.loads(line) for line in (run / "audit.jsonl").read_text().splitlines()]
     rows[0] |= {"auc": [None] * 11, "length_auc": None, "pairs": 0}
     (run / "audit.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stages = diagnose.audit_stages({"a": run})
-    assert list(diagnose.pooled(stages, "auc", "pairs")) == ["steps 2 to 2", "steps 3 to 3"]
+    stages = figures.audit_stages({"a": run})
+    assert list(figures.pooled(stages, "auc", "pairs")) == ["steps 2 to 2", "steps 3 to 3"]
 
 
 def test_a_run_without_a_critic_has_the_share_of_advantages_alone(tmp_path):
     run = write_metrics(tmp_path / "a")
     (run / "audit.jsonl").write_text('{"step": 1, "advantage_share": [0.1, 0.1]}\n')
-    stages = diagnose.audit_stages({"a": run})
-    assert not diagnose.pooled(stages, "auc", "pairs")
-    assert diagnose.pooled(stages, "advantage_share")["steps 1 to 1"].tolist() == [0.1, 0.1]
+    stages = figures.audit_stages({"a": run})
+    assert not figures.pooled(stages, "auc", "pairs")
+    assert figures.pooled(stages, "advantage_share")["steps 1 to 1"].tolist() == [0.1, 0.1]
 
 
 def test_a_directory_without_metrics_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no metrics.jsonl; give the directory"):
-        diagnose.draw([tmp_path], tmp_path)
+        figures.draw_runs([tmp_path], tmp_path)

@@ -102,22 +102,38 @@ def test_a_run_of_two_ranks_resumes_on_one(folders):
     assert torch.isfinite(torch.cat([w.flatten() for w in a.values()])).all()
 
 
+def spawn(worker, ranks, *args):
+    """Run worker(rank, *args) on so many ranks of one process group."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(in_group, (store.port, ranks, worker, args), ranks)
+
+
+def in_group(rank, port, ranks, worker, args):
+    """One rank of `spawn`, which leaves the group even if the worker raises."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test holds the store, not rank 0
+    torch.set_num_threads(1)
+    with distributed.joined("cpu"):
+        worker(rank, *args)
+    # torch's caches of sharded tensors keep gloo's threads alive after the group was left, and they
+    # can abort the interpreter while it shuts down.
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def bf16_step(rank, folder, ranks):
     """One forward and backward of the same sequence on every rank, in bf16; keeps what came out."""
     from config import Config
     from run import setup
 
-    os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ["MASTER_PORT"] = (folder / "port").read_text()
-    torch.set_num_threads(1)
-    device = distributed.init("cpu")
     policy = Transformer.from_pretrained(ROOT / "assets/tiny-base", compute_dtype=torch.bfloat16)
     with torch.no_grad():
         for name, p in policy.named_parameters():
             if "norm" in name:  # weights that bfloat16 cannot hold
                 p += torch.linspace(0, 0.01, len(p))
     config = Config(dtype="bfloat16", activation_checkpointing=True)
-    policy = setup.prepare(policy, device, config)
+    policy = setup.prepare(policy, torch.device("cpu"), config)
     ids = torch.arange(40) % 60
     index, targets = torch.arange(39), ids[1:]
     logprobs, _ = policy(ids, torch.tensor([0, 40], dtype=torch.int32), index, targets)
@@ -126,14 +142,12 @@ def bf16_step(rank, folder, ranks):
     gradients = {n: distributed.full(p.grad) for n, p in policy.named_parameters()}
     if rank == 0:
         torch.save((logprobs.detach(), gradients), folder / f"{ranks}.pt")
-    distributed.shutdown()
 
 
 def test_two_ranks_compute_in_bf16_what_one_computes(tmp_path):
     """Norm weights rounded alike, embedding and head gradients not rounded at all."""
-    (tmp_path / "port").write_text(str(29_500 + os.getpid() % 1000))
     for ranks in (1, 2):
-        torch.multiprocessing.spawn(bf16_step, (tmp_path, ranks), ranks)
+        spawn(bf16_step, ranks, tmp_path, ranks)
     (one, gradients), (two, sharded) = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
     assert torch.equal(one, two)
     for name, gradient in gradients.items():
@@ -155,6 +169,26 @@ def test_a_command_ends_with_one_sentence(fault, end):
     assert left.value.code == end
 
 
+def worker_that_raises(rank):
+    raise RuntimeError("the cause")
+
+
+def test_a_rank_that_raises_tells_its_cause():
+    """A live process group could abort the interpreter before the cause was passed on."""
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="the cause"):
+        spawn(worker_that_raises, 2)
+
+
+def test_a_command_leaves_the_process_group_however_it_ends(monkeypatch):
+    for end in (SystemExit(3), None):
+        left = []
+        monkeypatch.setattr(distributed, "shutdown", lambda left=left: left.append(True))
+        with pytest.raises(SystemExit) if end else nullcontext(), distributed.command("stopped"):
+            if end:
+                raise end
+        assert left == [True]
+
+
 def test_ranks_that_fail_together_share_no_line(monkeypatch):
     """Under PYTHONUNBUFFERED print writes the end of a line by itself, and ranks came between."""
     writes = []
@@ -162,7 +196,7 @@ def test_ranks_that_fail_together_share_no_line(monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
     with pytest.raises(SystemExit):
-        distributed.leave("error: what to do")
+        distributed.exit_with("error: what to do")
     assert writes == ["rank 0: error: what to do\n"]
 
 
@@ -217,8 +251,6 @@ def test_torchruns_own_number_of_processes_needs_the_devices(world, local, refus
 
 def muon_step(rank, file):
     """One of two ranks: a Muon step on a sharded matrix, the result in `file`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     weight, gradient = torch.load(f"{file}.in")
     mesh = init_device_mesh("cpu", (2,))
     sharded = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
@@ -227,7 +259,6 @@ def muon_step(rank, file):
     whole = sharded.detach().full_tensor()
     if rank == 0:
         torch.save(whole, file)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("shape", [(48, 33), (33, 48)])
@@ -235,7 +266,7 @@ def test_muon_orthogonalises_whole_matrices_and_not_the_shards_of_a_rank(tmp_pat
     torch.manual_seed(0)
     weight, gradient = torch.randn(shape), torch.randn(shape)
     torch.save((weight, gradient), tmp_path / "w.in")
-    torch.multiprocessing.spawn(muon_step, (tmp_path / "w",), nprocs=2)
+    spawn(muon_step, 2, tmp_path / "w")
     steps = {}
     for name, parts in {"whole": (gradient,), "shards": gradient.tensor_split(2)}.items():
         moved = [torch.nn.Parameter(torch.zeros_like(part)) for part in parts]

@@ -16,14 +16,16 @@ import verify
 from config import parse_options
 from critic import Critic
 from data import Problem, Rollout, pack
-from eval import CLOSING, Options, final_values, main, score_problem
+from eval import Options, main
 from files import part_of
 from model import Transformer
 from problems import load_problems, load_tokenizer
-from run.scores import compare, resamples
+from run.best_of_n import final_values
+from run.forcing import CLOSING
+from run.scores import paired_differences, resamples, score_problem
 
 TINY = ROOT / "assets/tiny-base"
-SOURCES = "verify", "verifier/latex", "verifier/algebra", "rewards", "verifier/sandbox"
+SOURCES = "verify verifier/latex verifier/values verifier/algebra rewards verifier/sandbox".split()
 PROBLEMS = [json.loads(line) for line in open(ROOT / "assets/eval.jsonl")]
 
 
@@ -70,7 +72,10 @@ def test_every_response_of_every_problem_is_counted(report):
         rewards, lengths = (
             [r[key] for r in mine.values()] for key in ("reward", "response_length")
         )
-        value = lambda name, scores=result["scores"]: scores[name]["value"]
+
+        def value(name, scores=result["scores"]):
+            return scores[name]["value"]
+
         assert value("avg@5") == pytest.approx(sum(rewards) / len(rewards))
         assert value("pass@1") == value("maj@1") == pytest.approx(value("avg@5"))
         assert value("length") == pytest.approx(sum(lengths) / len(lengths))
@@ -86,7 +91,7 @@ def test_the_settings_and_the_verifiers_version_are_in_the_report_and_above_the_
     report, tmp_path, capsys
 ):
     settings = report[0][0]["settings"]
-    sources = b"".join((ROOT / f"{n}.py").read_bytes() for n in (SOURCES))
+    sources = b"".join((ROOT / f"{n}.py").read_bytes() for n in SOURCES)
     assert settings["verifier"] == hashlib.sha256(sources).hexdigest()[:12]
     wanted = dict(n=5, temperature=1.0, max_response_tokens=128, seed=0, dtype="float32")
     assert {key: settings[key] for key in wanted} == wanted
@@ -119,7 +124,7 @@ def scored(grader, *texts, label="1/2"):
     group = [Rollout(problem, 0, j, 0, [2], text=text) for j, text in enumerate(texts)]
     for r in group:
         r.correct, r.reason, r.answer = verify.verify(r.text, label)
-    return score_problem(group, Options(), grader)
+    return score_problem(group, grader)
 
 
 def test_answers_are_grouped_by_value_and_only_answers_vote(grader):
@@ -142,7 +147,7 @@ def test_answers_of_another_kind_are_compared_by_its_own_rule(grader):
     group = [Rollout(problem, 0, j, 0, [2]) for j in range(4)]
     for r, answer in zip(group, ("B", "(a)", "A", "b."), strict=True):
         r.correct, r.reason, r.answer = rewards.choice(f"\\boxed{{{answer}}}", "A")
-    row = score_problem(group, Options(), grader)
+    row = score_problem(group, grader)
     assert row["answers"] == {"B": 2, "(a)": 2} and row["scores"]["maj@4"] == 0.5
 
 
@@ -153,7 +158,7 @@ def test_part_scores_count_in_avg_and_only_whole_ones_are_right(grader):
         Rollout(problem, 0, j, 0, [2], correct=score, reason=reason)
         for j, (score, reason) in enumerate(scores)
     ]
-    row = score_problem(group, Options(), grader, vote=False, finals=[0.1, 0.9, 0.2, 0.3])
+    row = score_problem(group, grader, vote=False, finals=[0.1, 0.9, 0.2, 0.3])
     assert row["right"] == 1 and row["scores"]["avg@4"] == 2.25 / 4
     assert row["scores"]["pass@1"] == 0.25 and row["scores"]["best@4"] == 0.75
     assert "maj@4" not in row["scores"] and row["answers"] == {}
@@ -176,7 +181,10 @@ def test_kinds_without_an_answer_have_no_majority(tmp_path, same_model, capsys):
 def test_truncation_flags_reach_every_draw(tmp_path):
     file = write(tmp_path / "a.jsonl", PROBLEMS[:3])
     flags = "--data", file, "--n", 2, "--max-response-tokens", 24, "--force-budget"
-    responses = lambda *more: [r["response_ids"] for r in run(tmp_path, *flags, *more)[1]]
+
+    def responses(*more):
+        return [r["response_ids"] for r in run(tmp_path, *flags, *more)[1]]
+
     greedy, whole = responses("--temperature", 0), responses()
     assert whole != greedy
     for flag, value in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
@@ -206,7 +214,10 @@ def test_a_forced_response_keeps_its_tokens_and_gets_an_answer(tmp_path):
             assert after["response"].startswith(before["response"] + CLOSING)
             assert before["reason"] == "no_think_end" != after["reason"]
     assert changed > 9
-    value = lambda report, name: sets(report)[file]["scores"][name]["value"]
+
+    def value(report, name):
+        return sets(report)[file]["scores"][name]["value"]
+
     assert value(forced, "forced") == pytest.approx(changed / 18)
     assert value(forced, "truncated") < value(plain, "truncated")
     assert forced["settings"]["force_budget"] and "forced" not in sets(plain)[file]["scores"]
@@ -280,7 +291,7 @@ def row(id, right, n=4):
 def test_a_comparison_names_the_moves_and_its_parts_add_up():
     before = [row("a", 0), row("b", 3), row("c", 1), row("d", 4), row("e", 0)]
     after = [row("a", 2), row("b", 0), row("c", 4), row("d", 3), row("e", 0)]
-    result = compare(before, after, resamples(5, 0))
+    result = paired_differences(before, after, resamples(5, 0))
     assert [(m["id"], m["before"], m["after"]) for m in result["gained"]] == [("a", 0, 2)]
     assert [(m["id"], m["before"], m["after"]) for m in result["lost"]] == [("b", 3, 0)]
     assert result["avg_change"] == pytest.approx(
@@ -312,9 +323,10 @@ def test_models_that_would_see_different_problems_are_refused_before_sampling(
     shutil.copytree(random_tiny_model, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 11 * ' ' }}")
     file = write(tmp_path / "a.jsonl", PROBLEMS[:5])
-    length = lambda path: [
-        len(p.prompt_ids) for p in load_problems(file, load_tokenizer(path), 999)[0]
-    ]
+
+    def length(path):
+        return [len(p.prompt_ids) for p in load_problems(file, load_tokenizer(path), 999)[0]]
+
     limit = str(max(length(TINY)))
     assert min(length(folder)) <= int(limit) < max(length(folder))
     with pytest.raises(SystemExit, match="--max-prompt-tokens drops different problems"):
@@ -383,9 +395,9 @@ def test_a_run_a_checkpoint_and_a_policy_are_all_models(changed_model, tmp_path)
         ("--nn 3", ["--nn", "--help"]),
         ("--data nowhere.jsonl", ["nowhere.jsonl", "does not exist"]),
         ("--model nowhere/model", ["nowhere/model", "checkpoint"]),
-        ("--critic assets", ["--critic assets is no critic", "config.json", "give a run"]),
-        ("--critic /nope", ["--critic /nope is no critic", "no directory", "give a run"]),
-        (f"--critic {TINY}", ["is no critic", "value_head", "give a run"]),
+        ("--critic assets", ["--critic assets is not a critic", "config.json", "give a run"]),
+        ("--critic /nope", ["--critic /nope is not a critic", "not a directory", "give a run"]),
+        (f"--critic {TINY}", ["is not a critic", "value_head", "give a run"]),
         (f"--compare {TINY}", ["--compare is the checkpoint of --model"]),
         ("--data a.jsonl a.jsonl", ["--data names a set twice"]),
         ("--output assets", ["--output assets cannot be written", "directory"]),

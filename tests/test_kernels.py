@@ -411,7 +411,7 @@ def test_the_benchmark_names_a_bad_flag(capsys, monkeypatch):
         ("--sizes 10,10", "'10,10' is not M,D,V"),
         ("--sizes 0,0,0", "'0,0,0' is not M,D,V"),
         ("--rounds 0", "--rounds must be above 0"),
-        ("--heads nope", "--heads nope: choose of naive,"),
+        ("--heads nope", "--heads nope: choose from naive,"),
         ("--recipe /nope", "--recipe /nope cannot be read"),
     ):
         monkeypatch.setattr("sys.argv", ["bench.py", *flags.split()])

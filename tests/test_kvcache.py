@@ -95,7 +95,10 @@ class Session:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_history_of_the_pages_gives_the_states_of_a_packed_forward(model, seed):
     session, rng, serial = Session(model), random.Random(seed), 0
-    words = lambda n: [rng.randrange(V) for _ in range(n)]
+
+    def words(n):
+        return [rng.randrange(V) for _ in range(n)]
+
     for _ in range(50):
         if len(session.tokens) < 6:
             session.extend({serial: words(rng.choice([1, 4, 13])), serial + 1: words(8)})
@@ -103,7 +106,7 @@ def test_any_history_of_the_pages_gives_the_states_of_a_packed_forward(model, se
             session.fork(serial, serial + 3)
             serial += 4
         name = rng.choice(sorted(session.tokens))
-        session.extend({name: words(rng.choice([1, 5, 9]))})  # a chunk behind what is cached
+        session.extend({name: words(rng.choice([1, 5, 9]))})  # a chunk after what is cached
         names = rng.sample(sorted(session.tokens), rng.randint(1, len(session.tokens)))
         session.decode(names, words(len(names)))
         while rng.random() < 0.6 and len(session.tokens) > 1:

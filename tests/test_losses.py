@@ -59,7 +59,10 @@ def test_gae_does_not_look_into_padding(garbage):
 def policy_inputs(lengths, seed=0, dtype=torch.float32):
     mask = mask_of(lengths)
     old = -rand(*mask.shape, seed=seed, dtype=dtype).abs() - 0.1
-    drift = lambda s: 0.4 * rand(*mask.shape, seed=s, dtype=dtype)
+
+    def drift(s):
+        return 0.4 * rand(*mask.shape, seed=s, dtype=dtype)
+
     return dict(
         logprobs=old + drift(seed + 1),
         old_logprobs=old,
@@ -107,8 +110,13 @@ def test_masked_tokens_change_no_bit_of_the_policy_loss(setting, garbage):
 def test_masked_tokens_change_no_bit_of_anything_else(garbage):
     mask = mask_of([3, 7, 0, 5])
     a, b, c = (rand(*mask.shape, seed=s) for s in range(3))
-    dirty = lambda x: x.masked_fill(~mask, garbage)
-    zero = lambda x: x.masked_fill(~mask, 0)
+
+    def dirty(x):
+        return x.masked_fill(~mask, garbage)
+
+    def zero(x):
+        return x.masked_fill(~mask, 0)
+
     ids, amounts = torch.tensor([0, 0, 1, 1]), torch.tensor([0.5, -1.0, 0.2, 1.0])
     lam = losses.length_adaptive_lambda(mask.sum(1), 0.5)
 

@@ -396,7 +396,10 @@ class Batch:
 
     def __init__(self, x):
         self.lengths = x["response_lengths"]
-        grid = lambda key: pad(split(x[key], self.lengths))
+
+        def grid(key):
+            return pad(split(x[key], self.lengths))
+
         self.mask = pad(x["loss_masks"], fill=0).bool()
         self.advantages, self.old, self.rollout = (
             grid("advantages"),
@@ -540,7 +543,10 @@ def test_sequence_ratio():
 def test_off_policy_sequence_mask():
     x, want, tolerance = load("opsm/mask")
     lengths = x["response_lengths"]
-    grid = lambda key: pad(split(x[key], lengths))
+
+    def grid(key):
+        return pad(split(x[key], lengths))
+
     log_ratio, mask = (
         grid("new_log_probs") - grid("old_log_probs"),
         pad(x["loss_masks"], fill=0).bool(),
@@ -627,7 +633,10 @@ def test_rollout_log_probs_as_old_with_icepop_as_a_mask(name):
     """The sampler's log-probs sit in the PPO ratio itself, and the ratio decides what is kept."""
     x, want, tolerance = load(name)
     documents = torch.tensor(x["doc_ids"][0]).bincount().tolist()
-    grid = lambda row: pad(split(row, documents))[: x["n_docs"]]
+
+    def grid(row):
+        return pad(split(row, documents))[: x["n_docs"]]
+
     new, old = grid(x["new_log_probs"][0]).requires_grad_(), grid(x["old_log_probs"][0])
     mask = pad(split(x["mask"][0], documents), fill=0).bool()[: x["n_docs"]]
     advantages = torch.tensor(x["advantages_per_doc"])[:, None].expand_as(new)

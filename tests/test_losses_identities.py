@@ -531,9 +531,15 @@ def tabular_step(logits, row, rng, optimizer, updates=3):
     ids = torch.arange(n) // size
     lengths = 1 + torch.arange(n) % 4
     mask = torch.arange(4) < lengths[:, None]
-    table = lambda: logits[ids].log_softmax(-1)
+
+    def table():
+        return logits[ids].log_softmax(-1)
+
     tokens = torch.multinomial(table().detach().exp().flatten(0, 1), 1, generator=rng).view(n, 4)
-    pick = lambda: table().gather(-1, tokens[..., None])[..., 0]
+
+    def pick():
+        return table().gather(-1, tokens[..., None])[..., 0]
+
     right = losses.row_mean((tokens == 0).double(), mask)
     rewards = losses.terminal_reward(right, mask)
     old = pick().detach()

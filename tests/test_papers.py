@@ -158,7 +158,10 @@ def test_every_row_is_what_its_paper_says(name, seed):
     """The loss of a whole batch and the value targets, against the papers' equations in loops."""
     row, mask = algorithms.ALGORITHMS[name], torch.arange(5) < torch.tensor(LENGTHS)[:, None]
     generator = torch.Generator().manual_seed(seed)
-    noise = lambda std: std * torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
+    def noise(std):
+        return std * torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
     new, values = -1 + noise(0.3), 0.5 + noise(0.3)
     old, rollout = new - noise(0.8), new + noise(1.2)
     ids, raw = torch.tensor(GROUPS), torch.tensor(RAW, dtype=torch.float64)

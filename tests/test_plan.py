@@ -229,10 +229,12 @@ def test_one_layer_at_131072_tokens_holds_what_the_plan_says(model, chunk):
     with torch.device("meta"):
         layer = Layer(model)
     layer.mlp_chunk_tokens = chunk
-    rows = lambda x: x.transpose(0, 1)[None]
-    attend = lambda q, k, v: F.scaled_dot_product_attention(
-        rows(q), rows(k), rows(v), is_causal=True, enable_gqa=True
-    )[0].transpose(0, 1)
+
+    def attend(*qkv):
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in layer.modules():
             for name, p in list(module.named_parameters(recurse=False)):
@@ -315,9 +317,9 @@ def test_two_whole_steps_need_what_the_plan_says(flags, small_model, tmp_path, m
     assert live.peak == pytest.approx(ours.total(ours.peak) - plan.CUDA_CONTEXT, rel=0.15)
 
 
-def test_beside_an_update_the_rollout_counts_in_every_moment():
+def test_during_an_update_the_rollout_counts_in_every_moment():
     flags = "--kv-cache-tokens=100000", "--is-mode=icepop"
-    alone, beside = (
+    alone, concurrent = (
         plan.make_plan(
             QWEN2_5_0_5B,
             recipe("justrl2-qwen2.5-0.5b-gsm8k-1gpu", *flags, f"--async-steps={steps}"),
@@ -326,13 +328,13 @@ def test_beside_an_update_the_rollout_counts_in_every_moment():
         for steps in (0, 1)
     )
     cache = alone.moments["rollout"]["KV cache"]
-    assert cache > 1 * GB and beside.total("rollout") == alone.total("rollout")
+    assert cache > 1 * GB and concurrent.total("rollout") == alone.total("rollout")
     for moment in list(alone.moments)[1:]:
-        assert beside.total(moment) - alone.total(moment) >= cache
+        assert concurrent.total(moment) - alone.total(moment) >= cache
 
 
-def test_a_cache_without_a_bound_leaves_room_for_the_update_beside_it(monkeypatch):
-    """The sampler took four fifths of what was free before the update beside it had begun."""
+def test_a_cache_without_a_bound_leaves_room_for_the_concurrent_update(monkeypatch):
+    """The sampler took four fifths of what was free before the concurrent update had begun."""
     config = recipe(
         "justrl2-qwen2.5-0.5b-gsm8k-1gpu", "--is-mode=icepop", "--async-steps=1", "--slots=2000"
     )
@@ -343,11 +345,14 @@ def test_a_cache_without_a_bound_leaves_room_for_the_update_beside_it(monkeypatc
     assert cache == pytest.approx(0.8 * (32 * GB - whole.total(whole.peak) + cache))
     # The sampler on a GPU gets that bound, any other its own.
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 32 * GB)
-    bound = lambda config, kind: setup.cache_bound(QWEN2_5_0_5B, config, torch.device(kind))
+
+    def bound(config, kind):
+        return setup.cache_bound(QWEN2_5_0_5B, config, torch.device(kind))
+
     assert bound(config, "cuda") == pytest.approx(cache / (24 * 2 * 2 * 64 * 2), abs=1)
     assert bound(config, "cpu") == bound(replace(config, async_steps=0), "cuda") == 0
     assert bound(replace(config, kv_cache_tokens=9999), "cuda") == 9999
-    # Where not even one longest sequence has room beside the update, flags are named that fit.
+    # Where not even one longest sequence has room next to the update, flags are named that fit.
     config.slots = 64
     assert not plan.make_plan(QWEN2_5_0_5B, config, 14 * GB).fits
     assert plan.advice(QWEN2_5_0_5B, config, 14 * GB).startswith("set --")
@@ -370,19 +375,25 @@ def test_moments_and_what_offload_keeps_on_the_host_are_counted(optimizer, small
         moments.append(sum(x.nbytes for x in states))
         weights.append(sum(p.nbytes for p in model.parameters()))
     shape = plan.read_shape(str(small_model))
-    of = lambda **changes: plan.make_plan(shape, replace(config, **changes), GB)
-    parts = of().moments["rollout"]
+
+    def plan_of(**changes):
+        return plan.make_plan(shape, replace(config, **changes), GB)
+
+    parts = plan_of().moments["rollout"]
     assert [parts["policy optimizer"], parts["critic optimizer"]] == moments
-    hosts = [of(offload=offload).host for offload in ("none", "optimizer", "idle")]
+    hosts = [plan_of(offload=offload).host for offload in ("none", "optimizer", "idle")]
     assert hosts == [0, sum(moments), sum(moments) + sum(weights)]
-    assert of(offload="idle", nproc=2).host == hosts[2]  # of all ranks together
+    assert plan_of(offload="idle", nproc=2).host == hosts[2]  # of all ranks together
 
 
 def test_a_start_counts_the_ranks_of_torchrun(monkeypatch):
     """Under torchrun --nproc is 1, and a run on eight GPUs would be warned of as if on one."""
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
     config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1")
-    concern = lambda ranks: plan.concern(MINICPM5_2B, config, torch.device("cuda"), ranks, ranks)
+
+    def concern(ranks):
+        return plan.concern(MINICPM5_2B, config, torch.device("cuda"), ranks, ranks)
+
     assert concern(8) == "" and "does not fit" in concern(1)
 
 
@@ -394,14 +405,18 @@ def test_the_memory_of_a_machine_is_shared_by_the_ranks_on_it_alone(monkeypatch)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # started by neither torchrun nor us
     assert distributed.ranks_here() == 16
     config = recipe("justrl2-minicpm5-2b-128k", "--nproc=1", "--offload=idle")
-    says = lambda kind, here: plan.concern(MINICPM5_2B, config, torch.device(kind), 16, here)
+
+    def concern(kind, here):
+        return plan.concern(MINICPM5_2B, config, torch.device(kind), 16, here)
+
     # On CPUs a rank, which needs 53 GB, has its share of the RAM.
     monkeypatch.setattr(distributed, "host_memory", lambda: 8 * 60 * GB)
-    assert says("cpu", 8) == "" and "52.7 GB of 30 at policy backward" in says("cpu", 16)
+    assert concern("cpu", 8) == ""
+    assert "52.7 GB of 30 at policy backward" in concern("cpu", 16)
     # On GPUs, of the 57 GB that --offload parks on hosts, one holds what its own ranks park.
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 80 * GB)
     monkeypatch.setattr(distributed, "host_memory", lambda: 30 * GB)
-    assert says("cuda", 8) == "" and "keeps 57.2 GB on the host" in says("cuda", 16)
+    assert concern("cuda", 8) == "" and "keeps 57.2 GB on the host" in concern("cuda", 16)
 
 
 def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
@@ -409,9 +424,10 @@ def test_a_start_warns_of_a_plan_that_does_not_fit_and_goes_on(
 ):
     flags = f"--model {random_tiny_model} --eval-data= --steps 1 --algorithm grpo --slots 8"
     flags += " --prompts-per-step 2 --group-size 2 --max-response-tokens 16 --max-refills 0"
-    begin = lambda name, *more: train.main(
-        [*flags.split(), *more, "--output-dir", str(tmp_path / name)]
-    )
+
+    def begin(name, *more):
+        train.main([*flags.split(), *more, "--output-dir", str(tmp_path / name)])
+
     begin("fits")
     assert "by plan" not in capsys.readouterr().err
     monkeypatch.setattr(plan, "machine_memory", lambda *_: 0.5 * GB)

@@ -10,7 +10,7 @@ import pytest
 import diagnose
 import files
 from assets import make_assets
-from reports import embedded_task, html
+from reports import embedded_task, figures, html
 
 VOID = {"meta", "img", "input", "br", "link"}
 NASTY = '</i></pre><script>alert("x")</script>&amp;'
@@ -73,7 +73,7 @@ def write_run(folder, rows, model=make_assets.HERE / "tiny-base", **config):
 
 
 def page_of(run, figures=()):
-    return Page(html.write(run, figures).read_text(encoding="utf-8"))
+    return Page(html.write_report(run, figures).read_text(encoding="utf-8"))
 
 
 def coloured(page):
@@ -200,8 +200,8 @@ def test_v_falls_where_the_critic_sees_the_slip(tmp_path, tokenizer):
     at = embedded_task.first_wrong_token(wrong)
     wrong["values"] = [0.6] * (at + 1) + [0.1] * (len(wrong["values"]) - at - 1)
     right["values"] = [0.6] * len(right["values"])
-    fall = diagnose.fall_of_v(write_run(tmp_path / "r", [wrong, right]))
-    offsets = list(range(-diagnose.BEFORE, diagnose.AFTER + 1))
+    fall = figures.v_around_error(write_run(tmp_path / "r", [wrong, right]))
+    offsets = list(range(-figures.BEFORE, figures.AFTER + 1))
     inside = [i for i, d in enumerate(offsets) if -at <= d < len(wrong["values"]) - at]
     expected = [0.6 if offsets[i] <= 0 else 0.1 for i in inside]
     assert fall[0][inside].tolist() == pytest.approx(expected)
@@ -212,14 +212,14 @@ def test_two_draws_of_a_problem_in_a_step_are_two_groups(tmp_path, tokenizer):
     """The right responses of one stood beside the wrong ones of the other."""
     rows = [row(tokenizer, 3, 0), row(tokenizer, 3, 0, reward=1.0)]
     rows = [r | {"draw": draw} for draw, r in enumerate(rows)]
-    assert diagnose.fall_of_v(write_run(tmp_path / "r", rows)) is None
+    assert figures.v_around_error(write_run(tmp_path / "r", rows)) is None
     rows = [r | {"draw": 7} for r in rows]
-    assert diagnose.fall_of_v(write_run(tmp_path / "s", rows)) is not None
+    assert figures.v_around_error(write_run(tmp_path / "s", rows)) is not None
 
 
 def test_another_task_has_no_first_wrong_token(tmp_path, tokenizer):
     rows = [row(tokenizer, prompt="What is 3 + 4?")]
-    assert diagnose.fall_of_v(write_run(tmp_path / "r", rows)) is None
+    assert figures.v_around_error(write_run(tmp_path / "r", rows)) is None
 
 
 # ---- token texts

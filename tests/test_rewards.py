@@ -1,4 +1,4 @@
-"""Verifiers beside the mathematical one and what a policy would try on each; mixes; controls."""
+"""Every kind of problem and what a policy would try on it; mixes of rewards; controls."""
 
 import contextlib
 import json
@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from helpers import HashGrader, gone_within, grade_by_hash, same, train_run, weights
-from helpers import read_metrics as metrics
+from helpers import HashGrader, gone_within, grade_by_hash, read_metrics, same, train_run, weights
 
 import rewards
 import rollout
@@ -182,7 +181,7 @@ def test_instruction_pays_parts_only_where_the_label_says_so():
     assert grade_instruction(LETTER, **wanted, score="fraction").score == 1
 
 
-def test_natural_text_is_no_filler():
+def test_natural_text_is_not_filler():
     assert not rewards.is_filler((rewards.__doc__ + rewards.sandbox.__doc__) * 3)
 
 
@@ -658,8 +657,11 @@ def majority(*boxes, kind="math"):
     return rewarded
 
 
+def box(text):
+    return f"\\boxed{{{text}}}"
+
+
 def test_majority_pays_the_most_frequent_answer_by_value():
-    box = lambda x: f"\\boxed{{{x}}}"
     assert majority(box("3"), box("1/2"), box("0.5"), box("\\frac{1}{2}")) == [0, 1, 1, 1]
     assert majority(box("3"), box("4"), box("4"), box("3")) == [1, 0, 0, 1]  # a tie: sample 0 wins
     assert majority(box("7"), box("8"), box("9")) == [1, 0, 0]
@@ -704,7 +706,7 @@ def test_a_control_never_sees_the_label(random_tiny_model, tmp_path, monkeypatch
         rows = train_run(tmp_path / name, *flags, model=random_tiny_model)
         assert rows[1]["rollout/correct_mean"] != rows[1]["rollout/reward_mean"]
     assert same(weights(tmp_path / "a", 2), weights(tmp_path / "b", 2))
-    a, b = metrics(tmp_path / "a")[1], metrics(tmp_path / "b")[1]
+    a, b = read_metrics(tmp_path / "a")[1], read_metrics(tmp_path / "b")[1]
     assert a["rollout/correct_mean"] == pytest.approx(1 - b["rollout/correct_mean"])
 
 
@@ -714,10 +716,11 @@ def test_random_rewards_do_not_change_on_resume(random_tiny_model, tmp_path, mon
     train_run(tmp_path / "a", *flags, 2, model=random_tiny_model)
     train_run(tmp_path / "b", *flags, 1, model=random_tiny_model)
     train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--steps", "2"])
-    read = lambda folder: [
-        (row["step"], row["sample_index"], row["reward"], row["correct"])
-        for row in map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
-    ]
+
+    def read(folder):
+        rows = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+        return [(row["step"], row["sample_index"], row["reward"], row["correct"]) for row in rows]
+
     assert read(tmp_path / "a") == read(tmp_path / "b")
     with pytest.raises(SystemExit, match="--reward was random"):
         train.main(["--resume", "--output-dir", str(tmp_path / "b"), "--reward", "correct"])

@@ -387,7 +387,7 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(random_tiny_model):
     model = Transformer.from_pretrained(random_tiny_model).requires_grad_(False)
 
     class Tokenizer(WordTokenizer):
-        def get_vocab(self):  # with gaps: an id behind one is still a token
+        def get_vocab(self):  # with gaps: an id after one is still a token
             return {str(i): i for i in (0, 3, 19)}
 
     rollouts = Sampler(model, [], slots=8, tokenizer=Tokenizer()).generate(
@@ -665,7 +665,7 @@ def test_evaluation_is_the_same_every_time_and_in_order(model):
 
 
 def test_the_benchmark_of_long_tails_drives_the_real_collection(monkeypatch):
-    """So that a change of `collect` cannot leave it behind."""
+    """A change of `collect` must not break the benchmark, nor switch off what it compares."""
     from benchmarks import tail
 
     for name, value in {"STEPS": 2, "PROMPTS": 3, "CAP": 100, "SLOTS": 8}.items():

@@ -75,7 +75,9 @@ def test_maj_at_k_is_the_mean_over_all_subsets(answers, right, k):
 
 def test_maj_at_k_in_closed_form():
     # Two answers, 5 right of 8 votes: right if at least 2 of 3 are, half if 2 of 4 are.
-    chance = lambda j, k: math.comb(5, j) * math.comb(3, k - j) / math.comb(8, k)
+    def chance(j, k):
+        return math.comb(5, j) * math.comb(3, k - j) / math.comb(8, k)
+
     assert maj_at_k(8, [5, 3], [True, False], 3) == pytest.approx(chance(2, 3) + chance(3, 3))
     by_hand = chance(2, 4) / 2 + chance(3, 4) + chance(4, 4)
     assert maj_at_k(8, [5, 3], [True, False], 4) == pytest.approx(by_hand)
@@ -152,7 +154,10 @@ def test_a_paired_band_is_narrower_than_the_scores_apart():
     torch.manual_seed(0)
     before, picks = torch.rand(200), resamples(200, 0)
     after = before + 0.05 + 0.02 * torch.randn(200)
-    width = lambda b: b["high"] - b["low"]
+
+    def width(b):
+        return b["high"] - b["low"]
+
     paired = band((after - before).tolist(), picks)
     assert paired["low"] > 0.04 and width(paired) < width(band(after.tolist(), picks)) / 5
 

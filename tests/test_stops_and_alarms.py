@@ -6,15 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, HashGrader, same, weights
-from helpers import read_metrics as metrics
-from helpers import train_run as run
+from helpers import ROOT, SMALL, HashGrader, read_metrics, same, train_run, weights
 
 import train
 from run import alarms
@@ -48,18 +47,19 @@ def test_sigterm_stops_sampling_and_saves_the_last_finished_step_exactly(
 ):
     flags = "--steps 3 --num-critic-only-steps 1 --over-sampling 2 --partial-rollout --slots 10 "
     flags += "--save-every 0 --lr 1e-3"
-    whole = run(tmp_path / "a", *flags.split(), model=random_tiny_model)
+    whole = train_run(tmp_path / "a", *flags.split(), model=random_tiny_model)
     with monkeypatch.context() as patch:
         calls = interrupting(patch, signal.SIGTERM, lambda n: n == 40)
-        rows = run(tmp_path / "b", *flags.split(), model=random_tiny_model)
+        rows = train_run(tmp_path / "b", *flags.split(), model=random_tiny_model)
     assert len(calls) == 40  # not one token more
     done = max(rows)
     assert 0 < done < 3 and (tmp_path / f"b/checkpoints/step_{done:06d}/manifest.json").exists()
     train.main(["--resume", "--output-dir", str(tmp_path / "b")])
-    resumed = metrics(tmp_path / "b")
-    numbers = lambda rows: {
-        s: {k: v for k, v in row.items() if "perf/" not in k} for s, row in rows.items()
-    }
+    resumed = read_metrics(tmp_path / "b")
+
+    def numbers(rows):
+        return {s: {k: v for k, v in row.items() if "perf/" not in k} for s, row in rows.items()}
+
     assert numbers(resumed) == numbers(whole)
     lines = [(tmp_path / f / "rollouts.jsonl").read_bytes() for f in "ab"]
     assert lines[0] == lines[1]
@@ -75,7 +75,7 @@ def test_sigterm_in_an_update_finishes_the_step(random_tiny_model, tmp_path, mon
         return update(*args)
 
     monkeypatch.setattr(train, "update_policy", preempted)
-    rows = run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
+    rows = train_run(tmp_path / "r", "--steps", 3, "--algorithm", "grpo", model=random_tiny_model)
     assert sorted(rows) == [1] and (tmp_path / "r/checkpoints/step_000001").exists()
 
 
@@ -90,7 +90,7 @@ def test_sigterm_in_the_first_evaluation_leaves_it_to_the_next_start(
         train.main(list(map(str, ["--output-dir", tmp_path / "r", *SMALL, *flags])))
     assert not (tmp_path / "r/metrics.jsonl").exists()
     train.main(["--resume", "--output-dir", str(tmp_path / "r")])
-    rows = metrics(tmp_path / "r")
+    rows = read_metrics(tmp_path / "r")
     assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[1]
 
 
@@ -102,7 +102,7 @@ def test_an_evaluation_that_sigterm_cut_short_is_made_by_the_resume(
     data = tmp_path / "eval.jsonl"
     data.write_text('{"prompt": "1 a:+1", "label": "2"}\n' * 3)
     flags = f"--steps 2 --eval-every 1 --algorithm grpo --lr 1e-3 --eval-data {data}".split()
-    whole = run(tmp_path / "a", *flags, model=random_tiny_model)
+    whole = train_run(tmp_path / "a", *flags, model=random_tiny_model)
     calls, evaluate = [], train.rollout.evaluate
 
     def preempted(*args, **options):
@@ -113,14 +113,17 @@ def test_an_evaluation_that_sigterm_cut_short_is_made_by_the_resume(
 
     with monkeypatch.context() as patch:
         patch.setattr(train.rollout, "evaluate", preempted)
-        cut = run(tmp_path / "b", *flags, model=random_tiny_model)
+        cut = train_run(tmp_path / "b", *flags, model=random_tiny_model)
     assert "eval/accuracy" not in cut[max(cut)] and max(cut) == (1 if which == "middle" else 2)
     train.main(["--resume", "--output-dir", str(tmp_path / "b")])
-    timeless = lambda rows: [
-        {k: v for k, v in row.items() if "perf/" not in k and k != "eval/seconds"}
-        for row in rows.values()
-    ]
-    assert timeless(metrics(tmp_path / "b")) == timeless(whole)
+
+    def timeless(rows):
+        return [
+            {k: v for k, v in row.items() if "perf/" not in k and k != "eval/seconds"}
+            for row in rows.values()
+        ]
+
+    assert timeless(read_metrics(tmp_path / "b")) == timeless(whole)
     before = (tmp_path / "b/metrics.jsonl").read_bytes()
     train.main(["--resume", "--output-dir", str(tmp_path / "b")])
     assert (tmp_path / "b/metrics.jsonl").read_bytes() == before
@@ -168,7 +171,7 @@ def test_sigterm_to_two_ranks_saves_and_exits_0(tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    last = max(metrics(tmp_path / "r"))
+    last = max(read_metrics(tmp_path / "r"))
     assert (tmp_path / f"r/checkpoints/step_{last:06d}/manifest.json").exists()
     assert gone(ranks) == ranks and "SIGTERM: saving" in output
 
@@ -180,10 +183,10 @@ def launch(tmp_path, body):
         f"import os, signal, sys, time, traceback; sys.path.insert(0, {str(ROOT)!r})\n"
         "import distributed\n"
         "distributed.launch(2)\n"
-        "distributed.init('cpu')\n"
-        "distributed.barrier()\n"
-        "begun, rank = time.time(), distributed.rank()\n"
-        "print(begun, flush=True) if rank == 0 else None\n" + body
+        "with distributed.joined('cpu'):\n"
+        "    distributed.barrier()\n"
+        "    begun, rank = time.time(), distributed.rank()\n"
+        "    print(begun, flush=True) if rank == 0 else None\n" + textwrap.indent(body, "    ")
     )
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -215,7 +218,7 @@ def test_the_cause_is_told_before_the_lost_connections(tmp_path):
         "try:\n"
         "    if rank == 1: raise RuntimeError('the cause')\n"
         "    distributed.barrier()\n"
-        "except Exception: distributed.leave(traceback.format_exc())\n"
+        "except Exception: distributed.exit_with(traceback.format_exc())\n"
     )
     result, seconds = launch(tmp_path, body)
     assert result.returncode == 1 and seconds < 60
@@ -302,7 +305,7 @@ def stopped(folder, part, change, match, *flags, model):
     """
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=match):
         poison(patch, part, change)
-        run(folder, "--steps", 3, "--num-critic-only-steps", 0, *flags, model=model)
+        train_run(folder, "--steps", 3, "--num-critic-only-steps", 0, *flags, model=model)
     return folder / "nonfinite_step_000002/minibatch.pt"
 
 
@@ -326,7 +329,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_can_be_replayed(
         poison(patch, part, change)
         flags = "--steps 4 --num-critic-only-steps 0 --save-every 1".split()
         with pytest.raises(SystemExit, match=f"the {part} is not finite in step 2") as error:
-            run(tmp_path / "r", *flags, model=random_tiny_model)
+            train_run(tmp_path / "r", *flags, model=random_tiny_model)
     folder = tmp_path / "r/nonfinite_step_000002"
     assert f"--replay {folder / 'minibatch.pt'}" in str(error.value)
     lines = (folder / "rollouts.jsonl").read_text().splitlines()
@@ -338,7 +341,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_can_be_replayed(
     assert f"{tokens} tokens not finite" in output and all(word in output for word in words)
     # The last checkpoint is good, and the run goes on from it.
     train.main(["--resume", "--output-dir", str(tmp_path / "r")])
-    assert sorted(metrics(tmp_path / "r")) == [1, 2, 3, 4]
+    assert sorted(read_metrics(tmp_path / "r")) == [1, 2, 3, 4]
 
 
 def test_a_value_that_is_not_finite_stops_the_run_before_the_audit(
@@ -357,7 +360,9 @@ def test_a_value_that_is_not_finite_stops_the_run_before_the_audit(
     monkeypatch.setattr(train, "score_critic", poisoned)
     match = "the critic is not finite in step 2: 1 tokens"
     with pytest.raises(SystemExit, match=match):
-        run(tmp_path / "r", *"--steps 3 --num-critic-only-steps 1".split(), model=random_tiny_model)
+        train_run(
+            tmp_path / "r", *"--steps 3 --num-critic-only-steps 1".split(), model=random_tiny_model
+        )
     train.main(["--replay", str(tmp_path / "r/nonfinite_step_000002/minibatch.pt")])
     assert "old_values of problem" in capsys.readouterr().out
 
@@ -516,7 +521,7 @@ def test_the_mismatch_alarm_blames_old_weights_where_a_run_has_them(options, nam
 
 def test_a_healthy_run_raises_no_alarm(random_tiny_model, tmp_path, capsys):
     flags = "--steps 5 --num-critic-only-steps 1 --critic-lr 1e-3 --minibatches-per-step 4"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert "WARNING" not in capsys.readouterr().err
     assert all(v == 0 for row in rows.values() for k, v in row.items() if "alarm/" in k)
     assert rows[1]["critic/updates"] == 0 and rows[2]["critic/updates"] == 4
@@ -529,7 +534,7 @@ def test_a_collapse_of_the_entropy_is_seen_in_a_run(random_tiny_model, tmp_path,
 
     poison(monkeypatch, "critic", sharpen)
     flags = "--steps 2 --num-critic-only-steps 0 --is-mode none"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert [rows[s]["alarm/entropy"] for s in (1, 2)] == [0, 1]
 
 
@@ -537,13 +542,16 @@ def test_empty_steps_are_counted_over_a_resume(random_tiny_model, tmp_path, monk
     """Three empty steps end a run, also if it was interrupted after two of them."""
     data = tmp_path / "impossible.jsonl"
     data.write_text('{"prompt": "1 a:+1", "label": "not this"}\n' * 4)
-    submit = HashGrader.submit  # a constant response: all of a group right, or all wrong
-    always = lambda self, response, *rest: submit(self, "", *rest)
+    submit = HashGrader.submit
+
+    def always(self, response, *rest):
+        return submit(self, "", *rest)  # one text for all: a group is all right or all wrong
+
     monkeypatch.setattr(HashGrader, "submit", always)
     flags = f"--algorithm grpo --data {data} --max-refills 0 --steps"
-    run(tmp_path / "r", *flags.split(), 2, model=random_tiny_model)
+    train_run(tmp_path / "r", *flags.split(), 2, model=random_tiny_model)
     train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--steps", "9"])
-    assert sorted(metrics(tmp_path / "r")) == [1, 2, 3]
+    assert sorted(read_metrics(tmp_path / "r")) == [1, 2, 3]
     assert "3 steps in a row" in capsys.readouterr().err
 
 

@@ -15,9 +15,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, HashGrader, largest_difference, same, weights
-from helpers import read_metrics as metrics
-from helpers import train_run as run
+from helpers import (
+    ROOT,
+    SMALL,
+    HashGrader,
+    largest_difference,
+    read_metrics,
+    same,
+    train_run,
+    weights,
+)
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("no_figures")
 def test_the_critic_trains_while_the_policy_waits(random_tiny_model, tmp_path, mixed_rewards):
     flags = "--steps 4 --num-critic-only-steps 3 --critic-lr 5e-6 --critic-lr-warmup-steps 0 "
     flags += "--weight-decay 0 --critic-value-bias-init 0.52 --save-every 1 --keep-checkpoints 0"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     start = load_file(random_tiny_model / "model.safetensors")
     critics = [weights(tmp_path / "r", step, "critic") for step in (1, 2, 3, 4)]
     policies = [weights(tmp_path / "r", step) for step in (1, 2, 3, 4)]
@@ -57,7 +64,7 @@ def test_first_critic_step_of_a_warm_up_has_learning_rate_zero(
     random_tiny_model, tmp_path, mixed_rewards
 ):
     flags = "--steps 3 --num-critic-only-steps 1 --critic-lr 1e-3 --critic-lr-warmup-steps 2"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert [rows[s]["critic/lr"] for s in (1, 2, 3)] == [0, 5e-4, 1e-3]
 
 
@@ -65,7 +72,7 @@ def test_a_critic_that_does_not_move_is_said_loudly(
     random_tiny_model, tmp_path, mixed_rewards, capsys
 ):
     flags = "--steps 4 --num-critic-only-steps 1 --critic-lr 0"
-    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert "critic is dead" in capsys.readouterr().err
 
 
@@ -74,7 +81,7 @@ def test_on_policy_the_first_ratio_is_one_and_sampler_equals_trainer(
     algorithm, random_tiny_model, tmp_path, mixed_rewards
 ):
     flags = f"--steps 2 --algorithm {algorithm} --num-critic-only-steps 0 --temperature 0.7"
-    for row in run(tmp_path / "r", *flags.split(), model=random_tiny_model).values():
+    for row in train_run(tmp_path / "r", *flags.split(), model=random_tiny_model).values():
         assert abs(row["policy/ratio"] - 1) < 1e-6 and abs(row["policy/approx_kl"]) < 1e-6
         assert row["policy/clip_fraction"] == 0
         assert row["policy/mismatch_max"] < 1e-5
@@ -82,7 +89,7 @@ def test_on_policy_the_first_ratio_is_one_and_sampler_equals_trainer(
 
 def test_several_updates_per_step_leave_the_old_policy(random_tiny_model, tmp_path, mixed_rewards):
     flags = "--steps 1 --algorithm grpo --lr 1e-2 --epochs-per-step 3 --minibatches-per-step 2"
-    (row,) = run(tmp_path / "r", *flags.split(), model=random_tiny_model).values()
+    (row,) = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model).values()
     assert abs(row["policy/ratio"] - 1) > 1e-3 and row["policy/clip_fraction"] > 0
 
 
@@ -93,7 +100,7 @@ def test_micro_batches_change_nothing(algorithm, random_tiny_model, tmp_path, mi
     results = []
     for budget in (1, 60, 100_000):
         folder = tmp_path / str(budget)
-        (row,) = run(
+        (row,) = train_run(
             folder, *flags.split(), "--max-tokens-per-micro-batch", budget, model=random_tiny_model
         ).values()
         results.append((row, folder))
@@ -120,7 +127,7 @@ def test_overlong_penalty_reaches_the_actor_and_the_critic_only_if_asked(
     monkeypatch.setattr(
         train, "shape_rewards", lambda *a: seen.append((a[0], *shape(*a))) or seen[-1][1:]
     )
-    run(
+    train_run(
         tmp_path / "r",
         "--steps",
         1,
@@ -148,7 +155,7 @@ def test_bc07c_a_sampler_that_can_never_fill_ends_and_says_so(random_tiny_model,
     data = tmp_path / "impossible.jsonl"
     data.write_text('{"prompt": "1 a:+1", "label": "not this"}\n' * 4)
     flags = f"--steps 9 --num-critic-only-steps 1 --data {data} --max-refills 2 --save-every 1"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert sorted(rows) == [1, 2, 3]  # three empty steps end the run
     for row in rows.values():
         assert row["rollout/groups_kept"] == 0 and row["rollout/groups_finished"] == 9
@@ -167,9 +174,11 @@ def test_three_steps_and_resume_equal_six_steps(
 ):
     flags = "--num-critic-only-steps 2 --over-sampling 2 --partial-rollout --slots 10 "
     flags += f"--lr 1e-3 --critic-lr 1e-3 --save-every 3 --optimizer {optimizer}"
-    whole = run(tmp_path / "a", "--steps", 6, *flags.split(), model=random_tiny_model)
-    run(tmp_path / "b", "--steps", 3, *flags.split(), model=random_tiny_model)
-    resumed = run(tmp_path / "b", "--steps", 6, "--resume", *flags.split(), model=random_tiny_model)
+    whole = train_run(tmp_path / "a", "--steps", 6, *flags.split(), model=random_tiny_model)
+    train_run(tmp_path / "b", "--steps", 3, *flags.split(), model=random_tiny_model)
+    resumed = train_run(
+        tmp_path / "b", "--steps", 6, "--resume", *flags.split(), model=random_tiny_model
+    )
     assert sum(row["rollout/groups_resumed"] for row in whole.values()) > 0
     assert resumed.keys() == whole.keys()
     for step in whole:
@@ -200,7 +209,7 @@ def test_old_tokens_leave_the_policy_loss_alone_and_staleness_is_bounded(
     monkeypatch.setattr(train, "loss_mask", watched)
     flags = "--steps 5 --algorithm grpo --over-sampling 2 --partial-rollout --partial-mask-old "
     flags += "--max-staleness 1 --slots 10 --kv-cache-tokens 400 --eval-top-p 0.9"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert any(seen)
     assert sum(row["rollout/groups_resumed"] for row in rows.values()) > 0
     assert max(row["rollout/version_spread_max"] for row in rows.values()) == 1
@@ -208,11 +217,11 @@ def test_old_tokens_leave_the_policy_loss_alone_and_staleness_is_bounded(
 
 
 def test_a_policy_without_its_critic_is_an_error(random_tiny_model, tmp_path, mixed_rewards):
-    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
     critic = tmp_path / "r/checkpoints/step_000002/critic"
     critic.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit, match="without its critic"):
-        run(
+        train_run(
             tmp_path / "r",
             "--steps",
             3,
@@ -227,7 +236,7 @@ def test_saving_more_often_changes_no_weight(random_tiny_model, tmp_path, mixed_
     # Known fault: asking a fresh Adam for its state made it count a step that never was.
     flags = "--steps 4 --num-critic-only-steps 2 --critic-lr-warmup-steps 0"
     for name, every in (("a", 0), ("b", 1)):
-        run(tmp_path / name, *flags.split(), "--save-every", every, model=random_tiny_model)
+        train_run(tmp_path / name, *flags.split(), "--save-every", every, model=random_tiny_model)
     assert same(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))
 
 
@@ -235,9 +244,9 @@ def test_resume_needs_no_flag_repeated_and_takes_new_hyperparameters(
     random_tiny_model, tmp_path, mixed_rewards
 ):
     flags = "--steps 2 --algorithm dapo --lr 1e-6 --weight-decay 0"
-    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--steps", "3"])
-    assert metrics(tmp_path / "r")[3]["policy/lr"] == 1e-6
+    assert read_metrics(tmp_path / "r")[3]["policy/lr"] == 1e-6
     config = json.loads((tmp_path / "r/config.json").read_text())
     assert config["algorithm"] == "dapo" and config["weight_decay"] == 0 and config["steps"] == 3
     seen = []
@@ -251,15 +260,17 @@ def test_resume_needs_no_flag_repeated_and_takes_new_hyperparameters(
 
 def test_a_failed_start_leaves_the_directory_free(random_tiny_model, tmp_path, mixed_rewards):
     with pytest.raises(SystemExit, match="nowhere"):
-        run(tmp_path / "r", "--data", "nowhere.jsonl")
-    run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
+        train_run(tmp_path / "r", "--data", "nowhere.jsonl")
+    train_run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
 
 
 def test_everything_truncated_under_the_overlong_filter_trains_only_the_critic(
     random_tiny_model, tmp_path, mixed_rewards, capsys
 ):
     flags = "--steps 2 --num-critic-only-steps 0 --overlong-filter --max-response-tokens 2"
-    rows = run(tmp_path / "r", *flags.split(), "--no-dynamic-sampling", model=random_tiny_model)
+    rows = train_run(
+        tmp_path / "r", *flags.split(), "--no-dynamic-sampling", model=random_tiny_model
+    )
     for row in rows.values():
         assert row["rollout/truncated_share"] < 1 or "policy/loss" not in row
         assert "critic/loss" in row
@@ -274,12 +285,12 @@ def test_a_verifier_that_gives_up_is_said_loudly(random_tiny_model, tmp_path, mo
             return future
 
     monkeypatch.setattr("run.setup.Verifier", Late)
-    run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 1, "--algorithm", "grpo", model=random_tiny_model)
     assert "the verifier gave up on 100%" in capsys.readouterr().err
 
 
 def test_only_the_newest_checkpoints_are_kept(random_tiny_model, tmp_path, mixed_rewards):
-    run(
+    train_run(
         tmp_path / "r",
         "--algorithm",
         "grpo",
@@ -310,12 +321,15 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     deadline = time.time() + 90
-    while not ((folder / "metrics.jsonl").exists() and metrics(folder)) and time.time() < deadline:
+    while (
+        not ((folder / "metrics.jsonl").exists() and read_metrics(folder))
+        and time.time() < deadline
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    last = max(metrics(folder))
+    last = max(read_metrics(folder))
     assert (folder / "checkpoints" / f"step_{last:06d}" / "policy" / "config.json").exists()
     assert "stopping after this step" in output and "--resume" in output
 
@@ -340,7 +354,7 @@ def test_bad_input_ends_with_one_sentence(flags, words, tmp_path):
     if flags == ["--device", "cuda"] and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     with pytest.raises(SystemExit) as error:
-        run(tmp_path / "r", *flags)
+        train_run(tmp_path / "r", *flags)
     message = str(error.value)
     assert message.startswith("error: ") and all(w in message for w in words), message
     assert "\n" not in message
@@ -350,7 +364,7 @@ def test_a_model_directory_without_tokenizer_is_named(random_tiny_model, tmp_pat
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((random_tiny_model / name).read_bytes())
     with pytest.raises(SystemExit, match="no tokenizer"):
-        run(tmp_path / "r", model=tmp_path)
+        train_run(tmp_path / "r", model=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +376,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_blamed_for_its_tokenizer(tmp_p
     if text:
         (tmp_path / "model/config.json").write_text(text)
     with pytest.raises(SystemExit, match=words):
-        run(tmp_path / "r", model=tmp_path / "model")
+        train_run(tmp_path / "r", model=tmp_path / "model")
 
 
 def test_a_directory_that_holds_a_run_is_refused_before_the_data_are_read(tmp_path):
@@ -370,7 +384,7 @@ def test_a_directory_that_holds_a_run_is_refused_before_the_data_are_read(tmp_pa
     (tmp_path / "r").mkdir()
     (tmp_path / "r/config.json").write_text("{}")
     with pytest.raises(SystemExit, match="already holds a run"):
-        run(tmp_path / "r", "--data", "nowhere.jsonl")
+        train_run(tmp_path / "r", "--data", "nowhere.jsonl")
 
 
 def test_the_start_shows_the_end_of_the_first_prompt_and_its_label(
@@ -380,7 +394,7 @@ def test_the_start_shows_the_end_of_the_first_prompt_and_its_label(
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "1 a:+1", "label": "2"}\n' * 4)
     flags = f"--algorithm grpo --steps 1 --data {data} --prompt-suffix".split()
-    run(tmp_path / "r", *flags, "Box it.", model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, "Box it.", model=random_tiny_model)
     out = capsys.readouterr()
     (line,) = [line for line in out.out.splitlines() if line.startswith("the first prompt ends")]
     assert "1 a:+1\\nBox it." in line and line.endswith("its label is '2'")
@@ -388,13 +402,13 @@ def test_the_start_shows_the_end_of_the_first_prompt_and_its_label(
 
 
 def test_a_directory_that_holds_a_run_is_refused(random_tiny_model, tmp_path, mixed_rewards):
-    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+    train_run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
     before = (tmp_path / "r/metrics.jsonl").read_text()
     with pytest.raises(SystemExit, match="already holds a run; add --resume"):
-        run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+        train_run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
     assert (tmp_path / "r/metrics.jsonl").read_text() == before
     with pytest.raises(SystemExit, match="finds no run"):
-        run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
+        train_run(tmp_path / "empty", "--resume", "--algorithm", "grpo", model=random_tiny_model)
 
 
 def test_checkpoints_without_their_config_are_not_taken_for_a_new_run(
@@ -402,16 +416,16 @@ def test_checkpoints_without_their_config_are_not_taken_for_a_new_run(
 ):
     """It began again, found the names of its checkpoints taken, and saved nothing."""
     flags = ["--algorithm", "grpo", "--steps", 1]
-    run(tmp_path / "r", *flags, model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, model=random_tiny_model)
     (tmp_path / "r/config.json").unlink()
     with pytest.raises(SystemExit, match="checkpoints and metrics.jsonl .* no config.json"):
-        run(tmp_path / "r", *flags, model=random_tiny_model)
+        train_run(tmp_path / "r", *flags, model=random_tiny_model)
 
 
 def test_a_finished_run_keeps_the_config_that_its_steps_used(
     random_tiny_model, tmp_path, mixed_rewards
 ):
-    run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
+    train_run(tmp_path / "r", "--algorithm", "grpo", "--steps", 1, model=random_tiny_model)
     before = (tmp_path / "r/config.json").read_text()
     train.main(["--resume", "--output-dir", str(tmp_path / "r"), "--lr", "1"])
     assert (tmp_path / "r/config.json").read_text() == before
@@ -423,7 +437,7 @@ def test_a_finished_run_keeps_the_config_that_its_steps_used(
 
 
 def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, mixed_rewards):
-    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
     names = {p.name for p in (tmp_path / "r/checkpoints/step_000002").iterdir()}
     assert names == {"policy", "critic", "trainer_state", "manifest.json"}
     config = json.loads((tmp_path / "r/config.json").read_text())
@@ -447,7 +461,7 @@ def test_run_directory_holds_what_the_readme_says(random_tiny_model, tmp_path, m
 
 @pytest.mark.figures
 def test_figures_are_drawn_at_the_end(random_tiny_model, tmp_path, mixed_rewards):
-    run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
+    train_run(tmp_path / "r", "--steps", 2, "--num-critic-only-steps", 1, model=random_tiny_model)
     names = {p.name for p in (tmp_path / "r/figures").iterdir()}
     assert {"reward.png", "lengths.png", "critic.png"} <= names
     assert all(p.stat().st_size > 5_000 for p in (tmp_path / "r/figures").iterdir())
@@ -459,7 +473,7 @@ def test_learning_the_embedded_task(algorithm, tmp_path):
     flags += "--eval-samples 1 --eval-every 0"
     base = ["--output-dir", str(tmp_path / "r"), "--prompts-per-step", "16"]
     train.main([*base, *flags.split()])
-    rows = metrics(tmp_path / "r")
+    rows = read_metrics(tmp_path / "r")
     assert rows[12]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.3
 
 
@@ -527,8 +541,8 @@ def test_metrics_go_to_tensorboard_and_on_after_a_resume(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setattr(FakeWriter, "opened", [])
     flags = "--report-to", "tensorboard", *few
-    run(tmp_path / "r", *flags, 2, model=random_tiny_model)
-    rows = run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, 2, model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
     first, second = FakeWriter.opened
     assert first.log_dir == second.log_dir == str(tmp_path / "r" / "tensorboard")
     # Events of steps that a resumed run does again are dropped from step 3 on.
@@ -545,8 +559,8 @@ def test_metrics_go_to_wandb_and_on_under_the_same_id(
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     flags = "--report-to", "wandb", *few
-    run(tmp_path / "r", *flags, 2, model=random_tiny_model)
-    run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, 2, model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, 3, "--resume", model=random_tiny_model)
     assert [options["id"] for options in fake.started] == [None, "abc"]
     assert fake.started[0]["resume"] == "allow" and fake.started[0]["config"]["steps"] == 2
     assert [row["step"] for row in fake.rows] == [1, 2, 3]
@@ -561,7 +575,7 @@ def test_a_missing_tracker_is_named_before_anything_is_sampled(
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(train.rollout, "collect", lambda *_: pytest.fail("sampled"))
     with pytest.raises(SystemExit, match=f"--report-to {name} needs `pip install {name}`"):
-        run(tmp_path / "r", *few, 2, "--report-to", name, model=random_tiny_model)
+        train_run(tmp_path / "r", *few, 2, "--report-to", name, model=random_tiny_model)
     assert not (tmp_path / "r" / "config.json").exists()
 
 
@@ -580,7 +594,7 @@ def test_kept_rows_hold_the_values_and_advantages_that_trained(
         return advantages, returns
 
     monkeypatch.setattr(train, "compute_advantages", spy)
-    run(tmp_path / "r", *few, 6, model=random_tiny_model)
+    train_run(tmp_path / "r", *few, 6, model=random_tiny_model)
     rows = [json.loads(line) for line in (tmp_path / "r/rollouts.jsonl").read_text().splitlines()]
     assert any(not row["kept"] for row in rows)
     assert all(("values" in row) == ("advantages" in row) == row["kept"] for row in rows)
@@ -595,7 +609,7 @@ def test_kept_rows_hold_the_values_and_advantages_that_trained(
 
 def test_a_few_logged_rows_are_of_kept_groups(random_tiny_model, tmp_path, mixed_rewards, few):
     flags = "--algorithm grpo --log-samples 6".split()
-    run(tmp_path / "r", *few, 2, *flags, model=random_tiny_model)
+    train_run(tmp_path / "r", *few, 2, *flags, model=random_tiny_model)
     rows = [json.loads(line) for line in (tmp_path / "r/rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and all(row["kept"] and "advantages" in row for row in rows)
     assert not any("values" in row for row in rows)
@@ -605,9 +619,9 @@ def test_the_audit_is_logged_each_step_and_cut_back_on_resume(
     random_tiny_model, tmp_path, mixed_rewards, few
 ):
     flags = "--save-every", 2, *few
-    run(tmp_path / "r", *flags, 3, model=random_tiny_model)
+    train_run(tmp_path / "r", *flags, 3, model=random_tiny_model)
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step_000003")
-    rows = run(tmp_path / "r", *flags, 4, "--resume", model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags, 4, "--resume", model=random_tiny_model)
     audit = [json.loads(line) for line in (tmp_path / "r/audit.jsonl").read_text().splitlines()]
     assert [row["step"] for row in audit] == [1, 2, 3, 4]
     assert all(rows[row["step"]]["critic/end_auc"] == row["auc"][-1] for row in audit)
@@ -615,7 +629,7 @@ def test_the_audit_is_logged_each_step_and_cut_back_on_resume(
 
 def test_the_head_moves_by_what_the_metric_says(random_tiny_model, tmp_path, mixed_rewards, few):
     flags = "--save-every", 1, "--keep-checkpoints", 0
-    rows = run(tmp_path / "r", *few, 3, *flags, model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *few, 3, *flags, model=random_tiny_model)
     heads = [weights(tmp_path / "r", s, "critic")["value_head.weight"] for s in (1, 2, 3)]
     # The first step of the critic has learning rate 0.
     assert rows[1]["critic/head_movement"] == rows[1]["critic/head_weight_norm"] == 0
@@ -663,7 +677,7 @@ def test_temperature_never_touches_v(random_tiny_model, tmp_path, mixed_rewards,
 
     monkeypatch.setattr(train, "score_critic", spy)
     flags = "--steps 3 --num-critic-only-steps 1 --critic-lr 1e-2 --critic-lr-warmup-steps 0"
-    run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert seen[-1][0].std() > 0 and torch.equal(*seen[-1])
 
 
@@ -717,9 +731,11 @@ def test_a_kl_term_and_an_entropy_bonus_change_the_gradient(
     random_tiny_model, tmp_path, mixed_rewards
 ):
     flags = "--steps 2 --algorithm grpo --lr 1e-2"
-    plain = run(tmp_path / "a", *flags.split(), model=random_tiny_model)
-    bonus = run(tmp_path / "b", *flags.split(), "--entropy-coef", 0.1, model=random_tiny_model)
-    kl = run(tmp_path / "c", *flags.split(), "--kl-coef", 1.0, model=random_tiny_model)
+    plain = train_run(tmp_path / "a", *flags.split(), model=random_tiny_model)
+    bonus = train_run(
+        tmp_path / "b", *flags.split(), "--entropy-coef", 0.1, model=random_tiny_model
+    )
+    kl = train_run(tmp_path / "c", *flags.split(), "--kl-coef", 1.0, model=random_tiny_model)
     assert bonus[1]["policy/grad_norm"] != plain[1]["policy/grad_norm"]
     assert abs(kl[1]["policy/kl"]) < 1e-6 < kl[2]["policy/kl"]  # the reference is the start policy
 
@@ -743,13 +759,13 @@ def test_the_reference_computes_as_the_policy_does(
     policy = Transformer.from_pretrained(random_tiny_model)
     model = shutil.copytree(random_tiny_model, tmp_path / "model")
     policy.to(torch.bfloat16).save_pretrained(model)
-    run(tmp_path / "r", *flags.split(), model=model)
+    train_run(tmp_path / "r", *flags.split(), model=model)
     assert torch.equal(seen[0].ref_logprobs, seen[0].old_logprobs)
 
 
 def test_advantage_metrics_are_of_the_trained_tokens(random_tiny_model, tmp_path, mixed_rewards):
     flags = "--steps 1 --algorithm reinforce_pp --overlong-filter --max-response-tokens 48"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert 0 < rows[1]["rollout/truncated_share"] < 1
     assert rows[1]["policy/advantage_mean"] == pytest.approx(0, abs=1e-5)
     assert rows[1]["policy/advantage_std"] == pytest.approx(1, abs=0.01)
@@ -761,7 +777,7 @@ def test_every_row_improves_the_embedded_model(algorithm, tmp_path):
     flags = f"--algorithm {algorithm} --steps 25 --num-critic-only-steps 2 --lr 5e-4 --eval-every 0"
     flags += " --prompts-per-step 128" if algorithm == "sao" else ""
     train.main(["--output-dir", str(tmp_path / "r"), *flags.split(), "--eval-samples", "1"])
-    rows = metrics(tmp_path / "r")
+    rows = read_metrics(tmp_path / "r")
     assert rows[25]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.1
 
 
@@ -770,7 +786,7 @@ def test_bfloat16_compute_keeps_float32_masters(
     head_dtype, random_tiny_model, tmp_path, mixed_rewards
 ):
     flags = f"--steps 2 --algorithm grpo --dtype bfloat16 --head-dtype {head_dtype} --lr 1e-5"
-    rows = run(tmp_path / "r", *flags.split(), model=random_tiny_model)
+    rows = train_run(tmp_path / "r", *flags.split(), model=random_tiny_model)
     assert all(0 < row["policy/mismatch_abs"] < 0.05 for row in rows.values())
     after, start = weights(tmp_path / "r", 2), load_file(random_tiny_model / "model.safetensors")
     assert all(w.dtype == torch.float32 for w in after.values())
@@ -831,7 +847,7 @@ def test_the_update_never_holds_a_logit_for_every_token_and_word(
 
     monkeypatch.setattr(train, "update_policy", watched)
     flags = "--steps 1 --algorithm grpo --prompts-per-step 8 --max-response-tokens 120"
-    run(tmp_path / "r", *flags.split(), model=tmp_path / "m")
+    train_run(tmp_path / "r", *flags.split(), model=tmp_path / "m")
     assert tokens[0] > 3000
     assert 0 < watch.largest < tokens[0] * vocab / 4
 
@@ -859,6 +875,6 @@ def test_every_cross_cutting_option_reaches_the_update(
     base = "--steps 1 --algorithm grpo --lr 1e-2 --minibatches-per-step 2 --max-response-tokens 60"
     extra = flags.split()
     epochs = extra[extra.index("--epochs-per-step") :][:2] if "--epochs-per-step" in extra else []
-    run(tmp_path / "plain", *base.split(), *epochs, model=random_tiny_model)
-    run(tmp_path / "option", *base.split(), *extra, model=random_tiny_model)
+    train_run(tmp_path / "plain", *base.split(), *epochs, model=random_tiny_model)
+    train_run(tmp_path / "option", *base.split(), *extra, model=random_tiny_model)
     assert not same(weights(tmp_path / "plain", 1), weights(tmp_path / "option", 1))

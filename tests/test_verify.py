@@ -146,6 +146,9 @@ def test_an_unknown_think_mode_is_refused():
         ("\\boxed{\\sum_{k=1}^3 k}", "6", "parse"),
         ("\\boxed{\\sum_{k=1}^3 k}", "\\sum_{k=1}^3 k", "ok"),
         ("\\boxed{18=19}", "19", "wrong"),
+        ("\\boxed{\\{x^2 | x>2\\}}", "(2,\\infty)", "parse"),  # read as the set of all x > 2
+        ("\\boxed{{(1,2) \\choose 3}}", "3", "parse"),  # `died`, as the next one
+        ("\\boxed{1/-\\begin{pmatrix} 1 & 2 \\end{pmatrix}}", "3", "parse"),
         ("\\boxed{1/0}", "19", "wrong"),
         ("\\boxed{9^{9^{9}}}", "19", "too_big"),
         (box("1" * 4001), "19", "too_big"),
@@ -296,7 +299,7 @@ def mutated(label, seed):
 
 def outcome(pred, label):
     """Like verify.equal, but a fault is an exception."""
-    algebra.set_budget(verify.BUDGET_NS)
+    algebra.BUDGET.left = verify.BUDGET_NS
     try:
         return verify.compare(verify.clean(pred), verify.clean(label))
     except (algebra.TooBig, OverflowError):
@@ -379,7 +382,7 @@ def test_audit_tells_what_labels_will_do(tmp_path):
 )
 @pytest.mark.parametrize("command", ["verify --cases", "verify --audit", "rewards --audit"])
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path, command, content, message):
-    """A line that was JSON but no object ended in a traceback."""
+    """A line that was JSON but not an object ended in a traceback."""
     file, (module, flag) = tmp_path / "rows.jsonl", command.split()
     if content is not None:
         file.write_text(content)

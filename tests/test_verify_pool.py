@@ -17,6 +17,7 @@ from helpers import ROOT, alive, gone_within
 
 import verify
 from benchmarks.label_rewrites import pairs
+from verifier import pool
 
 CASES = [
     json.loads(line) for line in (ROOT / "tests/data/verify_cases.jsonl").open(encoding="utf-8")
@@ -29,7 +30,7 @@ SICK = """
 import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 import verify
-real = verify.verify
+from verifier import pool
 def sick(response, label, think="auto"):
     if label == "hang":
         while True:
@@ -49,9 +50,8 @@ def sick(response, label, think="auto"):
         print("a stray line", flush=True)
         os.write(1, b"another\\n")
         sys.stdin.readline()
-    return real(response, label, think)
-verify.verify = sick
-verify.serve()
+    return verify.verify(response, label, think)
+pool.serve({{"math": sick}})
 """
 
 
@@ -59,7 +59,7 @@ verify.serve()
 def sick(tmp_path, monkeypatch):
     script = tmp_path / "sick_verify.py"
     script.write_text(SICK.format(root=str(ROOT)))
-    monkeypatch.setattr(verify, "__file__", str(script))
+    monkeypatch.setattr(verify.Verifier, "script", str(script))
     return script
 
 
@@ -121,7 +121,7 @@ def test_a_hang_is_killed_at_the_deadline_and_the_next_pair_is_right(sick, label
 
 
 def test_time_spent_in_the_queue_does_not_count(sick):
-    """The deadline runs from dispatch: the pairs behind a hang are graded and not timed out."""
+    """The deadline runs from dispatch: the pairs after a hang are graded and not timed out."""
     with verify.Verifier(num_workers=1, timeout_s=0.7) as verifier:
         verdicts = verifier.score([("", "hang"), ("", "hang"), *SUMS[:10]])
     assert [v.reason for v in verdicts[:2]] == ["timeout"] * 2
@@ -152,7 +152,7 @@ def test_a_worker_stopped_from_outside_is_replaced():
 
 
 def test_workers_are_recycled(sick, monkeypatch):
-    monkeypatch.setattr(verify, "PAIRS_PER_WORKER", 2)
+    monkeypatch.setattr(pool, "PAIRS_PER_WORKER", 2)
     with verify.Verifier(num_workers=1, timeout_s=10) as verifier:
         pids = [verdict.answer for verdict in verifier.score([("", "pid")] * 5)]
     assert pids[0] == pids[1] and pids[2] == pids[3] and len(set(pids)) == 3
@@ -207,7 +207,7 @@ PARENT = """
 import sys, threading, time
 sys.path.insert(0, {root!r})
 import verify
-verify.__file__ = {script!r}
+verify.Verifier.script = {script!r}
 verifier = verify.Verifier(num_workers=1, timeout_s=600)
 print(verifier.submit("", "pid").result().answer, flush=True)
 verifier.submit("", "hang")
@@ -259,7 +259,7 @@ def test_descriptors_above_1023():
 def test_a_worker_that_cannot_start_is_an_error_and_not_a_reward_of_zero(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit(1)")
-    monkeypatch.setattr(verify, "__file__", str(script))
+    monkeypatch.setattr(verify.Verifier, "script", str(script))
     with (
         verify.Verifier(num_workers=1) as verifier,
         pytest.raises(RuntimeError, match="does not start"),
@@ -295,17 +295,15 @@ def test_memory_is_flat_and_800_checks_a_second_fit_two_cores():
 
 
 RANK = """
-import sys, torch.distributed as dist
+import sys
 sys.path.insert(0, {root!r})
-import verify
-dist.init_process_group("gloo")
-with verify.Verifier(num_workers=2, timeout_s=5) as verifier:
+import distributed, verify
+with distributed.joined("cpu"), verify.Verifier(num_workers=2, timeout_s=5) as verifier:
     tower = "\\\\boxed{{9^{{9^{{9^{{9}}}}}}}}"
     pairs = [("\\\\boxed{{%d}}" % k if k % 10 else tower, str(k)) for k in range(40)]
     right = [v.correct for v in verifier.score(pairs)] == [k % 10 > 0 for k in range(40)]
-dist.barrier()
-print("rank", dist.get_rank(), right, flush=True)
-dist.destroy_process_group()
+    distributed.barrier()
+    print("rank", distributed.rank(), right, flush=True)
 """
 
 

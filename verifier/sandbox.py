@@ -1,6 +1,6 @@
 """Run programs of unknown intent: one forked process per test, behind a filter of system calls.
 
-    python -P -s -S sandbox.py    [code, function, argument, seconds] in, [ending, output] out
+    python -P -s -S sandbox.py    [code, function, argument, seconds] in, [outcome, output] out
 
 This process imports what programs may import, then forks for every test. The fork gives up every
 system call that is not in ALLOWED before it compiles the first line of the program, and nothing can
@@ -9,7 +9,7 @@ signalled, no name space changed. Its input and its output are memory files, its
 `confine`. It is told the input of one test and never an expected output, so there is nothing to
 read, to patch or to fake: the comparison happens in another process (rewards.py).
 
-What remains possible: to burn CPU up to the limit, to tell time, and to attack the kernel through
+A program can still burn CPU up to the limit, tell the time, and attack the kernel through
 the allowed calls or through the Python interpreter. Code from a policy that is trained to attack
 belongs in a virtual machine.
 
@@ -36,6 +36,7 @@ MEMORY = 1 << 30  # bytes of address space
 OUTPUT = 1 << 20  # bytes of output
 
 # Numbers of the allowed system calls on x86-64 and on arm64
+# What is not named is refused, so that calls of later kernels need no entry
 ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -77,7 +78,7 @@ CLONE_THREAD, CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000, 0x10000000, 0
 SET_DEATH_SIGNAL, GET_SECCOMP, SET_SECCOMP, NO_NEW_PRIVILEGES = 1, 21, 22, 38  # of prctl
 
 
-def unsupported():
+def unsupported() -> str | None:
     """Why programs cannot be run on this machine, or None."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
         return "programs run on Linux on x86-64 or arm64 only, behind a filter of system calls"
@@ -86,43 +87,54 @@ def unsupported():
     return None
 
 
-def filter_program():
-    """The filter as classic BPF over struct seccomp_data: nr at byte 0, arch at 4, arguments at 16.
+def filter_program() -> tuple[bytes, int]:
+    """The filter and its number of instructions, as classic BPF over struct seccomp_data: nr at
+    byte 0, arch at 4, arguments at 16.
 
     Threads are allowed (clone with CLONE_THREAD), processes are not. The flags of clone3 are out of
     a filter's reach: it "does not exist", so that the C library takes clone.
     """
     column, architecture = ARCHITECTURES[platform.machine()]
+    # BPF: load a word, jump if equal, jump if a bit is set, return. Of the two numbers after the
+    # code the first is how far to jump if so, the second if not
     load, equal, has_bits, answer = 0x20, 0x15, 0x45, 0x06
+    # What the kernel does: allow; fail with EPERM; fail with ENOSYS; kill the process
     allow, refuse, missing, kill = 0x7FFF0000, 0x50000 | 1, 0x50000 | 38, 0x80000000
+    # The architecture first: in 32-bit mode the same numbers are other system calls
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
     for numbers in ALLOWED.values():
         lines += [(equal, 0, 1, numbers[column]), (answer, 0, 0, allow)]
     lines += [(equal, 0, 1, CLONE3[column]), (answer, 0, 0, missing)]
+    # Everything else ends at `refuse`: the program sees PermissionError and can go on
     lines += [(equal, 1, 0, CLONE[column]), (answer, 0, 0, refuse), (load, 0, 0, 16)]
     lines += [(has_bits, 0, 1, CLONE_THREAD), (answer, 0, 0, allow), (answer, 0, 0, refuse)]
     return b"".join(struct.pack("HBBI", *line) for line in lines), len(lines)
 
 
-def install_filter(libc):
-    """From here on this process has the allowed system calls alone, for good."""
+def install_filter(libc: ctypes.CDLL) -> None:
+    """Leave this process the allowed system calls only, for good; OSError if that fails."""
     code, length = filter_program()
     text = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", length, ctypes.addressof(text))
+    # Without NO_NEW_PRIVILEGES the kernel takes a filter from root only
     if libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(SET_SECCOMP, 2, program, 0, 0):
         raise OSError("the kernel refuses the filter")
 
 
-def confine(libc, server, source, sink, seconds):
-    """Turn a fresh fork into the sandbox: memory files for input and output, limits, filter."""
+def confine(libc: ctypes.CDLL, server: int, source: int, sink: int, seconds: float) -> None:
+    """Turn a fresh fork into the sandbox: memory files for input and output, limits, filter.
+
+    server: pid of the parent. source, sink: descriptors of the memory files. seconds: of CPU.
+    """
     os.dup2(source, 0)
     os.dup2(sink, 1)
     os.closerange(3, 64)  # the lowest are given out first, and few are open
     libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != server:  # it died before that
+    if os.getppid() != server:  # the parent died before the line above could take effect
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     # RLIMIT_NPROC counts all processes of the user, ours included: the filter does its work.
+    # RLIMIT_CPU is in whole seconds: rounded up
     limits = {"CPU": int(seconds + 0.999), "AS": MEMORY, "FSIZE": OUTPUT, "NOFILE": 3, "CORE": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -131,10 +143,11 @@ def confine(libc, server, source, sink, seconds):
     install_filter(libc)
 
 
-def run(code, function, argument):
+def run(code: str, function: str | None, argument: str | list) -> None:
     """Execute the program; with a function, call it (or the method of class Solution) and print
     what it returned as the last line.
     """
+    # Loaded before by `serve`: from here on no import can open a file
     import random
 
     random.seed(0)  # a verdict should not change on repetition
@@ -145,12 +158,15 @@ def run(code, function, argument):
         print("\n" + json.dumps(call(*argument)), flush=True)
 
 
-def attempt(libc, code, function, argument, seconds):
-    """One test in a process of its own -> (ending, output); ending: ok, crash or slow.
+def attempt(
+    libc: ctypes.CDLL, code: str, function: str | None, argument: str | list, seconds: float
+) -> tuple[str, str]:
+    """One test in a process of its own -> (outcome, output); outcome: ok, crash or slow.
 
     argument: the text on standard input, or the list of arguments of the function. seconds: of CPU;
     three times as many on the clock.
     """
+    # Files and not pipes: nobody reads while the program runs, and RLIMIT_FSIZE bounds the output
     source, sink, server = os.memfd_create("input"), os.memfd_create("output"), os.getpid()
     if function is None:
         os.write(source, argument.encode("utf-8", "replace"))
@@ -160,6 +176,7 @@ def attempt(libc, code, function, argument, seconds):
         confine(libc, server, source, sink, seconds)
         run(code, function, argument)
         sys.exit()  # waits for threads, flushes output
+    # SIGCHLD is blocked here (see serve), so that this call takes it, and none is lost
     ended = signal.sigtimedwait({signal.SIGCHLD}, 3 * seconds)
     os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -172,7 +189,7 @@ def attempt(libc, code, function, argument, seconds):
     return "slow" if slow else "crash" if status else "ok", output
 
 
-def serve():
+def serve() -> None:
     """Answer requests until standard input ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     for name in MODULES:
@@ -188,7 +205,7 @@ def serve():
     if attempt(libc, probe, None, "", 10) != ("ok", "closed\n"):
         raise SystemExit("the filter of system calls does not work on this machine")
     print("ready", flush=True)
-    gc.freeze()
+    gc.freeze()  # a collection in a fork would copy every page that it touches
     for line in sys.stdin.buffer:
         print(json.dumps(attempt(libc, *json.loads(line))), flush=True)
 
