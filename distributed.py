@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -239,6 +240,7 @@ def init(device: str) -> torch.device:
         else torch.device("cpu")
     )
     if local.type == "cuda":
+        grow_segments()
         # Or "cuda" without an index would be GPU 0 on every rank.
         torch.cuda.set_device(local)
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
@@ -252,6 +254,16 @@ def init(device: str) -> torch.device:
             timeout=LONGEST_WAIT,
         )
     return local
+
+
+def grow_segments() -> None:
+    """Let torch enlarge blocks of GPU memory instead of adding new ones, unless the user has
+    configured its allocator. Packed batches differ in size at every step, and the holes they leave
+    add up to 15 GB at 128k tokens. No effect once CUDA has started.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+    if not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def shutdown() -> None:
@@ -270,6 +282,8 @@ def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) 
     """
     if world_size() == 1:
         return
+    # Without a mesh FSDP2 moves the shards to a GPU if the machine has one, even under gloo.
+    mesh = init_device_mesh(_collective_device().type, (world_size(),))
     # The whole module last: FSDP2 gives it the parameters that no layer has taken.
     for part in (*layers, module):
         policy = MixedPrecisionPolicy(
@@ -277,7 +291,7 @@ def shard(module: nn.Module, layers: nn.ModuleList, compute_dtype: torch.dtype) 
             reduce_dtype=torch.float32,  # or the sum over ranks would be rounded
             cast_forward_inputs=False,
         )
-        fully_shard(part, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
 def backward(loss: Tensor) -> None:

@@ -285,8 +285,8 @@ def value_loss(
     error, usable = usable_difference(values, returns, mask)
     old_error, _ = usable_difference(old_values, returns, usable)
     moved, known = usable_difference(values, old_values, usable)
-    squared = error.square()
     # Without the usual 1/2, as in the reference: the critic's learning rate belongs to this scale.
+    squared = error.square()
     metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:
         clipped_error = old_error + moved.clamp(-value_clip, value_clip)  # V clipped around V_old

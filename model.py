@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels import cpu_linear, logprob_entropy
-from kernels.attention import Attend, varlen_kernel
+from kernels.attention import Attend, sdpa, varlen_kernel
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -356,7 +356,10 @@ class Transformer(nn.Module):
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        dtype = dtype or self.head_weight.dtype
+        # Not of `head_weight`, which may be a slice: slicing shards is a collective, which
+        # would hang here because only rank 0 saves.
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        dtype = dtype or head.weight.dtype
         weights = (state_dict or self.state_dict()).items()
         weights = {name: w.detach().to("cpu", dtype) for name, w in weights}
         save_torch_state_dict(weights, folder, max_shard_size="4GB")
@@ -393,9 +396,9 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attend:
             return kernel(q, k, v, cu_seqlens, max_seqlen)
         # One call per segment, nothing padded. Given three dimensions SDPA is up to 8x slower.
         q, k, v = (x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v))
-        sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         # SDPA wants (1, H, tokens, d), the packed layout is (tokens, H, d).
-        return torch.cat(list(map(sdpa, q, k, v)), 2)[0].transpose(0, 1)
+        out = [sdpa(*part, is_causal=True) for part in zip(q, k, v, strict=True)]
+        return torch.cat(out, 2)[0].transpose(0, 1)
 
     return attend
 

@@ -181,8 +181,8 @@ def write_model(state: State, name: str, weights: dict[str, torch.Tensor], folde
 
 def publish(scratch: Path) -> None:
     """Record size and CRC of every file, flush all to the disk, only then give the final name."""
-    files = sorted(file for file in scratch.rglob("*") if file.is_file())
-    sums = {str(file.relative_to(scratch)): [file.stat().st_size, crc32(file)] for file in files}
+    written = sorted(file for file in scratch.rglob("*") if file.is_file())
+    sums = {str(file.relative_to(scratch)): [file.stat().st_size, crc32(file)] for file in written}
     (scratch / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
     # Directories too: a name that is not flushed is lost with the power.
     for path in (*scratch.rglob("*"), scratch):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kernels.attention import Attend, paged_kernel
+from kernels.attention import Attend, paged_kernel, sdpa
 from model import head_size
 
 # Share of the memory that a cache without a bound may fill: of what is free on a GPU, where the
@@ -208,7 +208,6 @@ class KVCache:
         cu_seqlens = tensor(bounds, dtype=torch.int32)
         ends = tensor([end for _, _, end in pieces], dtype=torch.int32)
         table = tensor(padded([p for p, _, _ in pieces]), dtype=torch.int32)
-        sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]

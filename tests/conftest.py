@@ -1,10 +1,18 @@
-"""For every test: the root on the path, one thread, and the fixtures of several files."""
+"""For every test: the root on the path, one thread, no GPU, and the fixtures of several files.
 
+GPUs are hidden, because many tests start commands whose device is "auto", with golden numbers of a
+CPU and more ranks than there may be GPUs. `TEST_ON_GPU=1 pytest ...` lets the tests see them.
+"""
+
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+if not os.environ.get("TEST_ON_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the commands that tests start, too
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -182,9 +182,11 @@ def varlen_stand_in():
 
     def varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa,
-        seqused_k, block_table,
+        seqused_k, block_table, num_splits=None,
     ):  # fmt: skip
-        assert window_size == (-1, 0) and enable_gqa and cu_seq_k is None
+        # One query needs no causal window. The rest of the contract: test_attention_contract.py.
+        assert window_size == ((-1, -1) if max_q == 1 else (-1, 0)) and enable_gqa
+        assert cu_seq_k.dtype == torch.int32 and len(cu_seq_k) == len(cu_seq_q)
         cu_k = F.pad(seqused_k.cumsum(0), (1, 0)).int()
         return flash.flash_attn_varlen_func(
             query, key, value, cu_seq_q, cu_k, max_q, max_k, causal=True, block_table=block_table

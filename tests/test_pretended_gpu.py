@@ -5,6 +5,7 @@ tests can see.
 """
 
 import sys
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -52,11 +53,16 @@ def kernels(monkeypatch):
     """Stand-ins for flash-attn where pages are read; the functions themselves are not watched."""
 
     def unwatched(function):
-        return lambda *args, **kwargs: up(function(*tree_map(down, args), **tree_map(down, kwargs)))
+        @wraps(function)
+        def call(*args, **kwargs):
+            return up(function(*tree_map(down, args), **tree_map(down, kwargs)))
+
+        return call
 
     functions = {name: unwatched(f) for name, f in vars(flash_attn_stand_in()).items()}
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(**functions))
     monkeypatch.setattr(attention, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention, "too_old_a_gpu", lambda: False)  # only for Triton it is old
     monkeypatch.setattr(kvcache, "paged_kernel", attention.paged_kernel.__wrapped__)
     monkeypatch.setattr(model_file, "varlen_kernel", lambda: None)
 
