@@ -88,7 +88,7 @@ def vapo_lambda(lengths: Tensor, alpha: float) -> Tensor:
     k^(1/L) with k = exp(-1/alpha) is the same to first order in 1/L.
     """
     if alpha <= 0:
-        raise ValueError(f"gae_lambda_alpha must be positive, got {alpha}")
+        raise ValueError(f"alpha of lambda = 1 - 1/(alpha L) must be positive, got {alpha}")
     # clamp: responses shorter than 1/alpha tokens would get a negative lambda.
     return masked((1 - 1 / (alpha * lengths.double())).clamp(min=0), lengths > 0)
 

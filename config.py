@@ -458,7 +458,7 @@ def warn_of_unused(recipe: Mapping[str, Any], wanted: Config, config: Config, pa
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The fields of a YAML recipe as written; ConfigError naming the file if it is
-    unreadable or has an unknown or removed field.
+    unreadable, has an unknown field, or gives a removed one another value than the one left.
     """
     try:
         # safe_load: a recipe is data, and must not construct objects.
@@ -468,10 +468,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ConfigError(f"--config {path} has no `field: value` lines.")
     for name in recipe.keys() & REMOVED.keys():
-        raise ConfigError(
-            f"--config {path} sets {name}, which this version no longer has (it always uses "
-            f"{REMOVED[name]}); remove that line."
-        )
+        if recipe.pop(name) != REMOVED[name]:
+            raise ConfigError(
+                f"--config {path} sets {name}, which this version no longer has (it always uses "
+                f"{REMOVED[name]}); remove that line."
+            )
     # str, because a key of YAML may also be a number or a date.
     if unknown := sorted(map(str, recipe.keys() - vars(Config()).keys())):
         raise ConfigError(f"--config {path} has unknown fields: {', '.join(unknown)}.")

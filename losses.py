@@ -59,8 +59,8 @@ def terminal_reward(amounts: Tensor, mask: Tensor) -> Tensor:
 def length_adaptive_lambda(lengths: Tensor, k: float) -> Tensor:
     """lambda_i = k^(1/L_i), so that lambda^L = k at every length; 0 where L = 0; (N,) float64.
 
-    Float64 because rounding matters: bfloat16 turns it into 1 from L = 355, and float32 moves
-    some advantages of a 126,976-token response by 7e-4.
+    Float64 because rounding matters: with k = 0.5, bfloat16 turns it into 1 from L = 355, and
+    float32 moves some advantages of a 126,976-token response by 7e-4.
     """
     if not 0 < k <= 1:
         raise ValueError(f"gae_lambda_k must be in (0, 1], got {k}")
@@ -149,7 +149,7 @@ def grpo_advantages(
     if std_normalize:
         # In float64 equal float32 rewards sum exactly, so their variance is exactly 0.
         variance = group_sum(centred.square(), group_ids) / (size - std_ddof)
-        centred = centred / (variance.sqrt() + 1e-6)  # 1e-6 as in the reference: 0 / 0 gives 0
+        centred = centred / (variance.sqrt() + 1e-6)  # 1e-6 as in the method's code: 0 / 0 gives 0
     return spread_over_tokens(centred, mask, token_rewards.dtype)
 
 
@@ -285,7 +285,7 @@ def value_loss(
     error, usable = usable_difference(values, returns, mask)
     old_error, _ = usable_difference(old_values, returns, usable)
     moved, known = usable_difference(values, old_values, usable)
-    # Without the usual 1/2, as in the reference: the critic's learning rate belongs to this scale.
+    # Without the usual 1/2, as in the method's code: the critic's learning rate fits this scale.
     squared = error.square()
     metrics = {"nonfinite": mean_pair(~known, mask)}
     if value_clip is not None:

@@ -136,7 +136,7 @@ def replay(file: Path, device: torch.device, dtype: str, steps: dict[str, Step])
     found += say_tokens(model, part, batch, saved["tensors"], config)
     # Without a folder nothing is written, without optimizers no weight changes.
     run = SimpleNamespace(config=config, row=ALGORITHMS[config.algorithm], folder=None)
-    state = State(None, (), None, None, step=saved["step"])
+    state = State(policy=None, optimizers=(), sampler=None, order=None, step=saved["step"])
     setattr(state, part, model)
     try:
         step(run, state, batch, range(len(rollouts)), row_weights, inputs, Sums())

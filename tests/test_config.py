@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, fields
 
 import pytest
+import yaml
 from helpers import ROOT
 
 import curate
@@ -249,9 +250,15 @@ def test_a_run_or_recipe_with_a_removed_field_is_refused_in_one_sentence(name, t
     with pytest.raises(ConfigError, match=f"config.json has {name} .*; continue with the version"):
         parse(["--resume", "--output-dir", str(tmp_path)])
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"{name}: {REMOVED[name]}\n")
+    recipe.write_text(f"{name}: {OTHER_VALUES[name]}\n")
     with pytest.raises(ConfigError, match=f"r.yaml sets {name}, .*; remove that line"):
         parse(["--config", str(recipe)])
+
+
+def test_a_recipe_of_an_earlier_version_may_give_removed_fields_their_defaults(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(REMOVED | {"lr": 1e-6}))
+    assert parse(["--config", str(recipe)]) == Config(lr=1e-6)
 
 
 def test_critic_mode_accepts_group_size_one():

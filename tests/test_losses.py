@@ -523,7 +523,7 @@ def test_bad_input_is_met_with_one_sentence():
         "at least two responses": lambda: losses.grpo_advantages(**alone),
         "raise group_size": lambda: algorithms.rloo_advantages(**alone),
         "gae_lambda_k must be in": lambda: losses.length_adaptive_lambda(counts, 0.0),
-        "gae_lambda_alpha must be positive": lambda: algorithms.vapo_lambda(counts, 0.0),
+        "alpha of lambda = .* must be positive": lambda: algorithms.vapo_lambda(counts, 0.0),
         "choose token-mean": lambda: losses.aggregation_weights("mean", counts),
         "needs constant": lambda: losses.aggregation_weights("seq-mean-token-sum-norm", counts),
         "needs group_ids": lambda: losses.aggregation_weights("prompt-mean", counts),
