@@ -28,6 +28,10 @@ FLAGS = (
 ).split()
 
 
+def draw_no_figures(folder: Path) -> None:
+    """In place of run.metrics.draw_figures."""
+
+
 def start(folder: Path, data: Path) -> int:
     """Begin or resume the run in its own process; returns its id."""
     pid = os.fork()
@@ -39,7 +43,7 @@ def start(folder: Path, data: Path) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     # Figures are not compared
-    train.run_metrics.draw_figures = lambda folder: None
+    train.run_metrics.draw_figures = draw_no_figures
     resume = ["--resume"] if (folder / "config.json").exists() else []
     try:
         train.main(["--output-dir", str(folder), "--eval-data", str(data), *FLAGS, *resume])

@@ -124,7 +124,7 @@ def replay(file: Path, device: torch.device, dtype: str, steps: dict[str, Step])
     config, part = Config(**saved["config"]), saved["part"]
     # Not clipped, so that the gradients are printed as the backward left them.
     config.max_grad_norm = math.inf
-    model = load_part(saved, file.parent / part, dtype, device)
+    model = load_part(saved, config, file.parent / part, dtype, device)
     print0(f"the run said: {saved['error']}\nreplay in {model.model.compute_dtype}:")
     # In the order in which a NaN spreads: what is named first is nearest to the cause.
     found = [say_nonfinite(f"weight {name}", p.detach()) for name, p in model.named_parameters()]
@@ -152,9 +152,10 @@ def replay(file: Path, device: torch.device, dtype: str, steps: dict[str, Step])
         raise SystemExit("everything is finite: the fault did not come back.")
 
 
-def load_part(saved: dict, folder: Path, dtype: str, device: torch.device) -> nn.Module:
+def load_part(
+    saved: dict, config: Config, folder: Path, dtype: str, device: torch.device
+) -> nn.Module:
     """The policy or the critic whose weights were saved with a minibatch."""
-    config = Config(**saved["config"])
     compute_dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     if saved["part"] == "policy":
         model = Transformer.from_pretrained(folder, torch.float32, compute_dtype)
